@@ -1,0 +1,1 @@
+"""Commands: serve, generate, chat, bench."""

@@ -1,0 +1,1 @@
+"""Request lifecycle: admission, scheduling (pure logic), the step loop and its clients."""

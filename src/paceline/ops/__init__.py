@@ -1,0 +1,1 @@
+"""Every kernel: a torch reference and a Triton version behind one function."""

@@ -1,0 +1,1 @@
+"""The device step: slot state, row layout, the paged cache and the runner that launches a plan."""

@@ -1,0 +1,1 @@
+"""Sampling parameters, logits processing, the position-keyed sampler and logprobs."""

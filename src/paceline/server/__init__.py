@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI schema, streaming, errors, health and metrics."""

@@ -1,0 +1,1 @@
+"""Speculation policy as pure logic."""
