@@ -1,1 +1,97 @@
 """Every kernel: a torch reference and a Triton version behind one function."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.ops import reference
+from paceline.ops.layout import RowLayout
+
+__all__ = ["RowLayout", "add_rms_norm", "paged_attention", "qk_norm_rope_write", "rms_norm", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    Computed in fp32; the normalised value is cast to x's dtype before the weight is applied, as Qwen3 does.
+    Differentiable and traceable by torch.compile.
+
+    Args:
+        x: [*, d].
+        weight: [d], in x's dtype.
+
+    Returns:
+        [*, d] in x's dtype.
+    """
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to the residual stream and norm the sum: ``(rms_norm(x + residual), x + residual)``.
+
+    Neither input is changed. The sum is rounded to its dtype before the norm reads it.
+
+    Args:
+        x, residual: [*, d], of one dtype.
+        weight: [d].
+
+    Returns:
+        The normed sum and the sum, both [*, d].
+    """
+    return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` where ``gate_up`` [*, 2I] holds gate, then up. Returns [*, I]."""
+    return reference.silu_mul(gate_up)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Norm and rotate the heads of q and k, and write k and v into the paged cache.
+
+    Args:
+        qkv: [R, (H + 2 KV) * D], contiguous: query heads, then key heads, then value heads.
+        q_norm, k_norm: [D], RMS norm weights shared by all heads.
+        cos_sin: [max_position, D] fp32: cosines of the D/2 angles, then sines, an attention factor multiplied in.
+            Pairs are (i, i + D/2), as in Hugging Face's rotate_half.
+        positions: [R] int32.
+        kv_slots: [R] int64, ``block * P + offset``; rows with a negative slot are not written.
+        k_cache, v_cache: [num_blocks, P, KV, D] contiguous, written in place.
+
+    Returns:
+        q [R, H, D], normed and rotated, in qkv's dtype.
+    """
+    return reference.qk_norm_rope_write(
+        qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache
+    )
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: RowLayout, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention of every row over its own sequence's keys, its own position included.
+
+    Rows of prefill chunks, decode rows and verify spans may be mixed freely. The rows' own K/V must have been
+    written to the cache before.
+
+    Args:
+        q: [R, H, D] contiguous.
+        k_cache, v_cache: [num_blocks, P, KV, D] contiguous; H is a multiple of KV.
+        layout: whose rows these are.
+        scale: factor of the scores before the softmax.
+        window: a row at position p sees positions above ``p - window`` only; None sees all.
+
+    Returns:
+        [R, H, D] in q's dtype; padding rows (from ``row_start[B]`` on) hold unspecified values.
+    """
+    return reference.paged_attention(q, k_cache, v_cache, layout, scale, window)

@@ -1,0 +1,54 @@
+"""What the rows of one step are: which sequence each belongs to, where it stands, where its K/V goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.ops.reference import SequencePlan
+
+
+@dataclass(eq=False)
+class RowLayout:
+    """The rows of one step, ordered by sequence: R rows of B sequences, S slots, M blocks per slot.
+
+    Row ``i`` of sequence ``b`` is row ``row_start[b] + i`` and stands at position ``num_computed[slots[b]] + i``.
+    It attends to every position up to its own, itself included, through the block table of its slot.
+
+    Kernels read lengths and block ids from the device tensors alone; the host fields only size grids. Work is
+    handed out in tiles of a fixed number of rows: tile ``t`` belongs to the last sequence ``b`` with
+    ``row_start[b] // tile_rows + b <= t``, which a kernel finds by bisection (or at once, ``b = t``, when every
+    one of ``host_rows`` fits into one tile). So a layout carries no tile tables, and a grid depends on R, B and
+    the largest of ``host_rows`` alone: a captured step may have its tensors rewritten as long as these bounds
+    hold. A sequence with zero rows is legal; rows from ``row_start[B]`` on are padding whose outputs are
+    unspecified.
+
+    A layout describes one step. On CPU the reference attention keeps what it derived from the layout's values in
+    ``plans``, shared by all layers: build a new layout for each step there.
+
+    Attributes:
+        slots: [B] int32, slot of each sequence.
+        row_start: [B + 1] int32, non-decreasing, first row of each sequence; ``row_start[0]`` is 0.
+        row_seq: [R] int32, sequence (0..B-1) of each row.
+        positions: [R] int32, absolute position of each row.
+        kv_slots: [R] int64, ``block * P + offset`` the row's K/V is written to; negative: not written.
+        block_tables: [S, M] int32, the whole slot-indexed table, read at ``slots[b]``.
+        num_computed: [S] int32, slot-indexed, as it was before this step.
+        host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
+        host_max_context: an upper bound of the largest position + 1.
+        plans: the reference's derived values, by window; not an input.
+    """
+
+    slots: Tensor
+    row_start: Tensor
+    row_seq: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    block_tables: Tensor
+    num_computed: Tensor
+    host_rows: tuple[int, ...]
+    host_max_context: int
+    plans: dict[int | None, list[SequencePlan]] = field(default_factory=dict, init=False, repr=False)
