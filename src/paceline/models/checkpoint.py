@@ -2,8 +2,7 @@
 
 Everything that can be wrong is found from the safetensors headers, before the first byte of a weight is read.
 Weights then go one tensor at a time from a memory-mapped shard to their place in the model, and a shard is
-unmapped before the next is
-opened: the host holds the weights it keeps plus at most one shard.
+unmapped before the next is opened: the host holds the weights it keeps plus at most one shard.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     except Exception as error:  # the hub client raises its own, httpx's and OS errors
         raise CheckpointError(
             f"{name!r} is not a local folder, and fetching it from the Hugging Face hub failed "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). Give the path of a "
-            "local folder, or check the name, the network and HF_TOKEN"
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). Give the "
+            "path of a local folder, or check the name, the network and HF_TOKEN"
         ) from error
 
 
@@ -98,9 +97,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     elif (folder / SINGLE_NAME).exists():
         weight_map, files = None, [SINGLE_NAME]
     else:
-        found = sorted(
-            p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".gguf", ".safetensors"}
-        )
+        weights = {".bin", ".pt", ".gguf", ".safetensors"}
+        found = sorted(path.name for path in folder.iterdir() if path.suffix in weights)
         raise CheckpointError(
             f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} (weights found: {_listed(found) or 'none'}); "
             "only safetensors checkpoints are loaded"
@@ -124,7 +122,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 def open_shard(path: Path) -> Iterator[Any]:
     """A memory-mapped safetensors file. Raises CheckpointError when it is not one."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as shard:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt", device="cpu") as shard:
             yield shard
     except (SafetensorError, OSError) as error:
         with path.open("rb") as file:
