@@ -23,7 +23,8 @@ _CORPUS = [
     "im_start im_end endoftext <div>|pipe|</div> if a < b and c > d: x <<= 1",
 ] * 8
 
-# The shape of Qwen3's template: ChatML, optional system text, reasoning cut from history, an empty reasoning block.
+# The shape of Qwen3's template: ChatML, optional system text, reasoning cut from history, an empty reasoning
+# block.
 TEMPLATE = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

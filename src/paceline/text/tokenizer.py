@@ -140,7 +140,8 @@ class Tokenizer:
             # it by.
             if piece[-1] in self.shield.literals:
                 raise RequestError(
-        """The text as control tokens are matched in it: normalised, if any of them matches after normalisation.
+                    f"the text contains {piece[-1]!r}, which this model knows only as a control token: "
+                    "remove it."
                 )
         merged = Encoding.merge([self._encode(piece, add_special_tokens=False) for piece in pieces])
         return self._backend.post_process(merged, None, add_special_tokens).ids
