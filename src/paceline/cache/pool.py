@@ -47,8 +47,8 @@ class Lineage:
 class BlockPool:
     """Fixed set of ``num_blocks`` blocks of ``block_size`` tokens with a prefix index.
 
-    Every operation is O(1) per block it concerns. Sequences use it through `SequenceBlocks`. Not thread-safe: it
-    belongs to the engine loop.
+    Every operation is O(1) per block it concerns. Sequences use it through `SequenceBlocks`. Not thread-safe:
+    it belongs to the engine loop.
 
     Args:
         num_blocks: blocks in the device's K/V tensors; ids are 0 to num_blocks - 1.
@@ -149,8 +149,8 @@ class BlockPool:
             block = index.get(chain.hashes[i])
             if block is None:
                 break
-            # 128 keyed bits collide neither by chance nor on purpose, but comparing the tokens is cheaper than
-            # having to believe that.
+            # 128 keyed bits collide neither by chance nor on purpose, but comparing the tokens is cheaper
+            # than having to believe that.
             lineage = lineages[block]
             if lineage is None or lineage.packed != chain.packed[i] or lineage.parent != chain.parent(i):
                 break

@@ -10,11 +10,11 @@ from paceline.errors import InvariantError
 
 
 class SequenceBlocks:
-    """The block table of one sequence. ``match`` or ``fork``, then ``reserve`` and ``commit``, at last ``release``.
+    """One sequence's block table: ``match`` or ``fork``, then ``reserve`` and ``commit``, then ``release``.
 
     Reservations may overlap: with one step in flight a sequence holds two. They are settled in the order they
-    were made. A reservation's rows follow those of earlier ones that will stand, so its first row lands anywhere
-    between ``computed`` and ``computed + reserved``; the blocks cover the upper bound.
+    were made. A reservation's rows follow those of earlier ones that will stand, so its first row lands
+    anywhere between ``computed`` and ``computed + reserved``; the blocks cover the upper bound.
 
     Wherever ``tokens`` is asked for, it is the sequence's token ids from its start: they may only grow.
 
@@ -54,8 +54,8 @@ class SequenceBlocks:
     def match(self, tokens: Sequence[int]) -> int:
         """Take the longest cached prefix of full blocks and return its length in tokens.
 
-        At most ``(len(tokens) - 1) // block_size`` blocks, so that one row is left whose logits can be sampled.
-        A request that needs every prompt row forwarded (prompt logprobs) just does not call this.
+        At most ``(len(tokens) - 1) // block_size`` blocks, so that one row is left whose logits can be
+        sampled. A request that needs every prompt row forwarded (prompt logprobs) just does not call this.
 
         Raises:
             InvariantError: the sequence already holds blocks, or was released.
@@ -92,7 +92,7 @@ class SequenceBlocks:
             The ids appended to the table, maybe none; or None, with nothing changed, if the pool has too few.
 
         Raises:
-            InvariantError: ``rows`` < 1, the sequence was released, or a row could land in a full or shared block.
+            InvariantError: ``rows`` < 1, released, or a row could land in a full or shared block.
         """
         self._require_live("reserve")
         if rows < 1:
@@ -117,8 +117,8 @@ class SequenceBlocks:
 
         Args:
             rows: what was reserved.
-            n: rows forwarded over tokens that became part of the sequence, 0 to ``rows``. For a span: the anchor
-                and the accepted drafts, not the bonus, whose row comes in a later step.
+            n: rows forwarded over tokens that became part of the sequence, 0 to ``rows``. For a span: the
+                anchor and the accepted drafts, not the bonus, whose row comes in a later step.
             tokens: the whole sequence, at least ``computed + n`` of it.
 
         Raises:
@@ -129,8 +129,8 @@ class SequenceBlocks:
             raise InvariantError(f"{n} of {rows} reserved rows cannot stand")
         if len(tokens) < self.computed + n:
             raise InvariantError(
-                f"{self.computed} + {n} rows stand, but the sequence has only {len(tokens)} tokens: pass all of "
-                "them, with what this step added"
+                f"{self.computed} + {n} rows stand, but the sequence has only {len(tokens)} tokens: "
+                "pass all of them, with what this step added"
             )
         self.computed += n
         if self._pool.enable_caching and self._num_full() > self._num_known:
@@ -146,8 +146,8 @@ class SequenceBlocks:
         """Give everything back, once: on finish, abort and preemption. Registered blocks stay matchable.
 
         Rows may still be in flight. They write at or after ``computed``, so only into blocks that are not
-        registered and that nobody shares; whoever gets these blocks next writes them in a later launch, and the
-        device runs launches in order.
+        registered and that nobody shares; whoever gets these blocks next writes them in a later launch, and
+        the device runs launches in order.
 
         Raises:
             InvariantError: called a second time.
