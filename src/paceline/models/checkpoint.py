@@ -53,10 +53,11 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
     except Exception as error:  # the hub client raises its own, httpx's and OS errors
+        reason = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
             f"{name!r} is not a local folder, and fetching it from the Hugging Face hub failed "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). Give the "
-            "path of a local folder, or check the name, the network and HF_TOKEN"
+            f"({type(error).__name__}: {reason}). Give the path of a local folder, or check the name, the "
+            "network and HF_TOKEN"
         ) from error
 
 
@@ -100,7 +101,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         weights = {".bin", ".pt", ".gguf", ".safetensors"}
         found = sorted(path.name for path in folder.iterdir() if path.suffix in weights)
         raise CheckpointError(
-            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} (weights found: {_listed(found) or 'none'}); "
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} (found: {_listed(found) or 'no weights'}); "
             "only safetensors checkpoints are loaded"
         )
     headers: dict[str, StoredTensor] = {}

@@ -56,14 +56,11 @@ def read_rope(fields: Fields, max_position: int, default_theta: float | None = N
         CheckpointError: unknown rope type or key, missing theta, or two spellings that disagree.
     """
     where = fields.where
-    scaling = next(
-        (fields.section(key) for key in ("rope_parameters", "rope_scaling") if fields.has(key)), None
-    )
-    if scaling is None:
-        scaling = Fields({}, f"{where}, 'rope_parameters'")
     parameters, older = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     if parameters is not None and older is not None and parameters != older:
         raise CheckpointError(f"{where}: 'rope_parameters' and 'rope_scaling' disagree; keep one of them")
+    spelling = "rope_parameters" if older is None else "rope_scaling"
+    scaling = fields.section(spelling) if fields.has(spelling) else Fields({}, f"{where}, {spelling!r}")
     thetas = {source.number("rope_theta") for source in (scaling, fields) if source.has("rope_theta")}
     if len(thetas) > 1:
         raise CheckpointError(f"{where}: two values of 'rope_theta': {sorted(thetas)}")
@@ -224,8 +221,7 @@ class Qwen3Config:
 
         Raises:
             CheckpointError: an unsupported architecture, quantisation, activation or rope type; a key that
-            may change the
-                computation and is not implemented; a missing or mis-typed value. The message names it.
+                may change the computation and is not implemented; a missing or mis-typed value.
         """
         fields = Fields(values, where)
         require_architecture(fields)
