@@ -1,0 +1,78 @@
+"""Engine options: one typed, validated place, named as ``vllm serve`` names its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import ConfigError
+
+BUNDLED_MODEL = Path(__file__).parent / "assets" / "mini"
+"""Folder of the model that ships with the package; used when no model is named."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Everything an engine is started with. Crosses the process border as JSON, so it holds plain values only.
+
+    ``None`` means "derived when the engine starts", from the checkpoint or the device; the derived values are logged.
+    """
+
+    model: str | None = None
+    """Checkpoint folder or hub name; None serves the bundled model."""
+    revision: str | None = None
+    """Hub revision; only meaningful with a hub name."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """Weights and K/V. ``auto`` is the checkpoint's dtype on a GPU and float32 on a CPU."""
+    load_format: LoadFormat = "auto"
+    """``dummy`` draws random weights at the checkpoint's geometry (benchmarks)."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt plus output, in tokens."""
+    max_num_seqs: int | None = None
+    """Sequences that may run at once. Default 32 on a CPU, 256 on a GPU."""
+    max_num_batched_tokens: int | None = None
+    """Rows per step over all sequences. Default 512 on a CPU, 8192 on a GPU."""
+    block_size: Literal[16, 64] = 16
+    """Tokens per K/V block."""
+    num_blocks: int | None = None
+    """Size of the block pool; overrides both memory options below."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for K/V. Default on a CPU 512 MiB; on a GPU what ``gpu_memory_utilization`` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory the engine may use in all."""
+    enable_prefix_caching: bool = True
+    prefix_hash_key: str | None = None
+    """Shared secret for lineage hashes when engines share them; None draws a key per process."""
+    max_logprobs: int = 20
+    """Most alternatives a request may ask for per position."""
+    seed: int = 0
+    """Seed of requests that name none. Each request's own seed is derived from it and the request's number."""
+    threads: int | None = None
+    """CPU threads for torch; None leaves torch's choice."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1], for example 0.9."
+            )
+        if not 0 <= self.max_logprobs <= 1000:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must lie in 0..1000.")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must lie in 0..2**63 - 1.")
+
+    @property
+    def model_path(self) -> str:
+        """The checkpoint to load: a folder or a hub name."""
+        return str(BUNDLED_MODEL) if self.model is None else self.model

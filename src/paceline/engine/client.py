@@ -1,0 +1,366 @@
+"""The asynchronous engine: runs the engine in a process of its own and streams results from it.
+
+``AsyncEngine`` owns the process, its supervision and the request states of the text side. It is what the server uses, and what a
+Python program uses that wants streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from paceline.config import EngineConfig
+from paceline.engine.frontend import Frontend, Prompt, RequestState
+from paceline.engine.messages import (
+    AbortRequests,
+    EngineFailure,
+    EngineInfo,
+    EngineStats,
+    OutputBatch,
+    ResetPrefixCache,
+    SequenceOutput,
+    Shutdown,
+    StatsQuery,
+    StopSequence,
+    ToEngine,
+)
+from paceline.engine.outputs import RequestOutput
+from paceline.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+from paceline.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+RESTART_LIMIT = 3
+"""Restarts within ``RESTART_WINDOW_S`` after which the engine stays down."""
+RESTART_WINDOW_S = 300.0
+SHUTDOWN_GRACE_S = 5.0
+
+
+class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the text side; see :class:`Frontend`."""
+
+    skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    chat_template: str | None = None
+
+
+class _Stream:
+    """One request's way back to its caller."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+
+class AsyncEngine:
+    """An engine in its own process, from asyncio.
+
+    Use :meth:`start`, then :meth:`generate` as often as wanted and concurrently, then :meth:`close`; or as
+    ``async with await AsyncEngine.start(config) as engine``.
+    """
+
+    def __init__(self, config: EngineConfig, options: FrontendOptions, log_level: str) -> None:
+        self._config = config
+        self._options = options
+        self._log_level = log_level
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700: nobody else can connect
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._decoder: msgspec.msgpack.Decoder[OutputBatch] = msgspec.msgpack.Decoder(OutputBatch)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._streams: dict[str, _Stream] = {}
+        self._queries: dict[int, asyncio.Future[EngineStats]] = {}
+        self._query_ids = itertools.count(1)
+        self._reader: asyncio.Task[None] | None = None
+        self._starts: list[float] = []
+        self._dead: str | None = "it has not been started"
+        self._closing = False
+        self.frontend: Frontend
+        self.info: EngineInfo
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig | None = None,
+        options: FrontendOptions | None = None,
+        *,
+        log_level: str = "info",
+    ) -> AsyncEngine:
+        """Start the process and wait until it is ready.
+
+        Raises:
+            ConfigError, CheckpointError: the engine cannot serve this.
+            EngineDeadError: it failed while starting.
+        """
+        engine = cls(config or EngineConfig(), options or FrontendOptions(), log_level)
+        try:
+            engine.info = await engine._launch()
+            engine.frontend = Frontend(engine.info, **msgspec.structs.asdict(engine._options))
+        except BaseException:
+            await engine.close()
+            raise
+        engine._reader = asyncio.create_task(engine._read(), name="paceline-engine-reader")
+        return engine
+
+    # ------------------------------------------------------------------ the process
+
+    async def _launch(self) -> EngineInfo:
+        self._starts.append(time.monotonic())
+        address = f"ipc://{self._folder}/engine-{len(self._starts)}"
+        socket = self._context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(address)
+        self._socket = socket
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.engine.process", address], stdin=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        start = {"config": self._config, "log_level": self._log_level}
+        self._process.stdin.write(self._encoder_json(start))
+        self._process.stdin.close()
+        while True:
+            for item in await self._receive():
+                if isinstance(item, EngineInfo):
+                    self._dead = None
+                    return item
+                if isinstance(item, EngineFailure):
+                    kinds = {"config": ConfigError, "checkpoint": CheckpointError}
+                    raise kinds.get(item.kind, EngineDeadError)(item.message)
+
+    @staticmethod
+    def _encoder_json(value: object) -> bytes:
+        return msgspec.json.encode(value)
+
+    async def _receive(self) -> Sequence[object]:
+        """The next batch from the process.
+
+        Raises:
+            EngineDeadError: the process ended.
+        """
+        assert self._socket is not None and self._process is not None
+        while not await self._socket.poll(1000):
+            code = self._process.poll()
+            if code is not None and not await self._socket.poll(0):
+                raise EngineDeadError(f"the engine process ended with exit code {code}")
+        return self._decoder.decode(await self._socket.recv()).items
+
+    async def _read(self) -> None:
+        """Hand results to their streams for as long as the engine lives, and restart it when it dies."""
+        while not self._closing:
+            try:
+                for item in await self._receive():
+                    self._dispatch(item)
+            except EngineDeadError as error:
+                if not await self._restart(str(error)):
+                    return
+
+    def _dispatch(self, item: object) -> None:
+        if isinstance(item, SequenceOutput):
+            self._deliver(item)
+        elif isinstance(item, EngineStats):
+            future = self._queries.pop(item.query_id, None)
+            if future is not None and not future.done():
+                future.set_result(item)
+        elif isinstance(item, EngineFailure):
+            raise EngineDeadError(item.message)
+
+    def _deliver(self, output: SequenceOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return  # aborted while this was on its way
+        if output.error is not None:
+            self._streams.pop(output.request_id)
+            self._send(AbortRequests(request_ids=[output.request_id]))
+            stream.queue.put_nowait(RequestError(output.error))
+            return
+        try:
+            update, stop = stream.state.take(output)
+        except Exception as error:  # the text of one request must not end the reader of all
+            logger.exception("The text of request %s could not be made.", output.request_id)
+            self._streams.pop(output.request_id)
+            self._send(AbortRequests(request_ids=[output.request_id]))
+            stream.queue.put_nowait(RequestError(f"{type(error).__name__} while decoding the output."))
+            return
+        if update is None:
+            return
+        if stop:
+            self._send(StopSequence(request_id=output.request_id, index=output.index))
+        stream.queue.put_nowait(stream.state.output([update]))
+        if stream.state.finished:
+            self._streams.pop(output.request_id, None)
+
+    async def _restart(self, reason: str) -> bool:
+        """Fail what was in flight and start again. False when it died too often or the engine is closing."""
+        self._dead = reason
+        error = EngineDeadError(f"The engine stopped: {reason}. The request was lost; send it again.")
+        for stream in self._streams.values():
+            stream.queue.put_nowait(error)
+        self._streams.clear()
+        for future in self._queries.values():
+            if not future.done():
+                future.set_exception(error)
+        self._queries.clear()
+        if self._closing:
+            return False
+        logger.error("The engine stopped: %s", reason)
+        while True:
+            now = time.monotonic()
+            if sum(now - start < RESTART_WINDOW_S for start in self._starts) > RESTART_LIMIT:
+                logger.error("The engine stopped too often; it stays down.")
+                return False
+            self._kill()
+            try:
+                await self._launch()
+            except (EngineDeadError, ConfigError, CheckpointError) as again:
+                logger.error("The engine could not be restarted: %s", again)
+                continue
+            logger.warning("The engine is back.")
+            return True
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is None or self._dead is not None:
+            raise EngineDeadError(f"The engine is down: {self._dead or 'closed'}.")
+        # A PAIR socket without a high-water mark never blocks: the plain send is immediate.
+        zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK)
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream a request: each output holds what is new. Closing the iterator aborts the request.
+
+        Raises:
+            RequestError: the request is refused, or failed alone.
+            EngineDeadError: the engine is down or went down meanwhile.
+        """
+        ids, text = self.frontend.tokenize(prompt)
+        state = self.frontend.prepare(
+            request_id or f"req-{uuid.uuid4().hex}",
+            ids,
+            params or self.frontend.default_params(),
+            prompt=text,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        async for output in self.stream(state):
+            yield output
+
+    async def stream(self, state: RequestState) -> AsyncIterator[RequestOutput]:
+        """Stream a prepared request. Closing the iterator aborts it."""
+        request_id = state.request.request_id
+        if request_id in self._streams:
+            raise RequestError(f"Request id {request_id!r} is already in use.", param="request_id")
+        self._send(state.request)
+        stream = self._streams[request_id] = _Stream(state)
+        try:
+            while True:
+                item = await stream.queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            if self._streams.pop(request_id, None) is not None:
+                with contextlib.suppress(EngineDeadError):
+                    self._send(AbortRequests(request_ids=[request_id]))
+
+    # ------------------------------------------------------------------ observation
+
+    async def health(self) -> None:
+        """Return if the engine lives and reads its messages.
+
+        Raises:
+            EngineDeadError: it is down (it may be restarting).
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"The engine is down: {self._dead}.")
+        if self._process is not None and self._process.poll() is not None:
+            raise EngineDeadError(f"the engine process ended with exit code {self._process.returncode}")
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters.
+
+        Raises:
+            EngineDeadError: it is down.
+        """
+        query = next(self._query_ids)
+        return await self._ask(query, StatsQuery(query_id=query))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False (and nothing done) while requests run."""
+        query = next(self._query_ids)
+        return (await self._ask(query, ResetPrefixCache(query_id=query))).cache_reset
+
+    async def _ask(self, query: int, message: StatsQuery | ResetPrefixCache) -> EngineStats:
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        self._queries[query] = future
+        try:
+            return await future
+        finally:
+            self._queries.pop(query, None)
+
+    async def close(self) -> None:
+        """Stop the process and fail what is in flight. Safe to call twice."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(EngineDeadError):
+                self._send(Shutdown())
+            deadline = time.monotonic() + SHUTDOWN_GRACE_S
+            while self._process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        for stream in self._streams.values():
+            stream.queue.put_nowait(EngineDeadError("The engine was closed."))
+        self._streams.clear()
+        self._dead = "it was closed"
+        self._kill()
+        self._context.destroy(0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,248 @@
+"""The engine: requests in, tokens out, one step at a time. No text, no sockets, no threads.
+
+``step`` plans, launches, and commits the oldest launched step. With ``lookahead`` 1 the device already runs the next step while
+the host commits the last one; with 0 (CPU) each step is committed at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+
+from paceline.cache import BlockPool, SequenceBlocks
+from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, SequenceOutput
+from paceline.engine.scheduler import PlannedStep, Progress, Scheduler
+from paceline.engine.sequence import Sequence, Status
+from paceline.errors import ContextLengthError, RequestError
+from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
+from paceline.sampling.params import validate
+from paceline.sampling.seeds import mix64, sequence_seed
+
+logger = logging.getLogger(__name__)
+
+
+class _Done:
+    """A step whose results are already there."""
+
+    def __init__(self, results: list[SpanResult]) -> None:
+        self._results = results
+
+    def result(self) -> list[SpanResult]:
+        return self._results
+
+
+class EngineCore:
+    """Admission, the step loop, and results.
+
+    Args:
+        runner: the device.
+        pool: blocks the runner's cache has room for.
+        info: limits of what is served.
+        max_num_batched_tokens: rows per step.
+        lookahead: steps that may be in flight while the host goes on; 0 or 1.
+        seed: seed of requests that name none.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        pool: BlockPool,
+        info: EngineInfo,
+        *,
+        max_num_batched_tokens: int,
+        lookahead: int,
+        seed: int = 0,
+    ) -> None:
+        self.info = info
+        self.pool = pool
+        self.scheduler = Scheduler(
+            pool, max_num_seqs=info.max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._runner = runner
+        self._lookahead = lookahead
+        self._seed = seed
+        self._launched: deque[tuple[PlannedStep, PendingStep]] = deque()
+        self._requests: dict[str, list[Sequence]] = {}
+        self._arrivals = 0
+        self._stats = EngineStats()
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self.scheduler.has_work or bool(self._launched)
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the request can never run here; nothing was changed.
+        """
+        self._refuse_unservable(request)
+        params = request.params
+        seed = params.seed if params.seed is not None else mix64(mix64(self._seed) + self._arrivals)
+        stop_ids = frozenset(params.stop_ids) | (
+            frozenset() if params.ignore_eos else frozenset(self.info.eos_token_ids)
+        )
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequences.append(
+                Sequence(
+                    request=request,
+                    index=index,
+                    arrival=self._arrivals,
+                    tokens=list(request.prompt_token_ids),
+                    prompt_len=len(request.prompt_token_ids),
+                    seed=sequence_seed(seed, index),
+                    blocks=SequenceBlocks(self.pool, salt=request.cache_salt.encode()),
+                    stop_ids=stop_ids,
+                    leader=sequences[0] if sequences else None,
+                )
+            )
+        self._arrivals += 1
+        self._requests[request.request_id] = sequences
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        self._stats.prompt_tokens += len(request.prompt_token_ids)
+
+    def _refuse_unservable(self, request: EngineRequest) -> None:
+        info = self.info
+        params = request.params
+        validate(params, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
+        prompt = request.prompt_token_ids
+        if request.request_id in self._requests:
+            raise RequestError(f"Request id {request.request_id!r} is already in use.", param="request_id")
+        if not prompt:
+            raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
+        bad = next((t for t in prompt if not 0 <= t < info.vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.", param="prompt"
+            )
+        if params.max_tokens is None:
+            raise RequestError("max_tokens must be resolved before a request reaches the engine.", param="max_tokens")
+        total = len(prompt) + params.max_tokens
+        if total > info.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
+                f"{total} tokens ({len(prompt)} in the prompt, {params.max_tokens} for the output). "
+                "Shorten the prompt or lower max_tokens.",
+                param="max_tokens" if len(prompt) < info.max_model_len else "prompt",
+            )
+        blocks = -(-total // info.block_size)
+        if blocks > info.num_blocks:
+            raise ContextLengthError(
+                f"The request needs {blocks} K/V blocks of {info.block_size} tokens at its maximum context length of "
+                f"{total} tokens, but the whole cache has {info.num_blocks}. Shorten the prompt, lower max_tokens, or "
+                "start the engine with more K/V memory.",
+                param="max_tokens",
+            )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests at once. Unknown ids are ignored: they may just have finished."""
+        for request_id in request_ids:
+            sequences = self._requests.pop(request_id, [])
+            alive = [s for s in sequences if s.status is not Status.FINISHED]
+            self.scheduler.finish(alive)
+            self._finished["abort"] += len(alive)
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one continuation because the text side found a stop string in it."""
+        for sequence in self._requests.get(request_id, []):
+            if sequence.index == index and sequence.status is not Status.FINISHED:
+                self.scheduler.finish([sequence])
+                self._finished["stop"] += 1
+        self._forget_if_done(request_id)
+
+    def _forget_if_done(self, request_id: str) -> None:
+        sequences = self._requests.get(request_id, [])
+        if sequences and all(s.status is Status.FINISHED for s in sequences):
+            del self._requests[request_id]
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> list[SequenceOutput]:
+        """Plan and launch a step, then commit the oldest one that is due. Returns what it produced."""
+        start = time.perf_counter()
+        planned = self.scheduler.plan()
+        self._stats.schedule_s += time.perf_counter() - start
+        if planned is not None:
+            now = time.monotonic()
+            for entry in planned.entries:
+                if entry.sequence.first_scheduled_s is None:
+                    entry.sequence.first_scheduled_s = now
+            self._stats.num_steps += 1
+            self._stats.num_rows += planned.plan.num_rows
+            self._launched.append((planned, self._launch(planned)))
+        if not self._launched or (planned is not None and len(self._launched) <= self._lookahead):
+            return []
+        planned, pending = self._launched.popleft()
+        results = pending.result()
+        start = time.perf_counter()
+        progress = self.scheduler.commit(planned, results)
+        outputs = [self._output(item) for item in progress]
+        self._stats.schedule_s += time.perf_counter() - start
+        return outputs
+
+    def _launch(self, planned: PlannedStep) -> PendingStep:
+        try:
+            return self._runner.launch(planned.plan)
+        except Exception:
+            # A launch changes a slot's lengths only as its very last act, so its spans can be launched again, one by one, and
+            # only the one at fault fails. What reached the device and failed there surfaces in result() and is fatal.
+            logger.exception("A step of %d sequences failed; running them one by one.", len(planned.entries))
+        results: list[SpanResult] = []
+        for plan in planned.plan.split():
+            try:
+                results.extend(self._runner.launch(plan).result())
+            except Exception as error:
+                logger.exception("One request failed.")
+                results.append(SpanResult([], error=f"{type(error).__name__}: the step failed for this request."))
+        return _Done(results)
+
+    def _output(self, progress: Progress) -> SequenceOutput:
+        sequence = progress.sequence
+        request_id = sequence.request.request_id
+        output = SequenceOutput(
+            request_id=request_id,
+            index=sequence.index,
+            token_ids=progress.tokens,
+            logprobs=progress.logprobs,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            first_scheduled_s=sequence.first_scheduled_s or 0.0,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+        )
+        if sequence.num_output_tokens == len(progress.tokens):
+            output.prompt_logprobs = sequence.prompt_logprobs
+        self._stats.generation_tokens += len(progress.tokens)
+        if sequence.finish_reason is not None:
+            self._finished[sequence.finish_reason] += 1
+            self._forget_if_done(request_id)
+        return output
+
+    # ------------------------------------------------------------------ observation
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and counters."""
+        stats = self._stats
+        stats.num_running = self.scheduler.num_running
+        stats.num_waiting = self.scheduler.num_waiting
+        stats.num_preemptions = self.scheduler.num_preemptions
+        stats.kv_cache_usage = self.pool.usage
+        stats.prefix_queries = self.pool.num_queried_tokens
+        stats.prefix_hits = self.pool.num_hit_tokens
+        stats.finished = dict(self._finished)
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False (and nothing done) while blocks are in use."""
+        return self.pool.reset()
+
+    def check(self) -> None:
+        """Raise InvariantError unless queues, slots and blocks agree."""
+        self.scheduler.check()

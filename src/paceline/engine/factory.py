@@ -1,0 +1,57 @@
+"""From engine options to a running engine core. The only place where the engine meets the runtime, and so torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from paceline.cache import BlockPool
+from paceline.config import EngineConfig
+from paceline.engine.core import EngineCore
+from paceline.engine.messages import EngineInfo
+from paceline.text.generation_config import load_generation_defaults
+
+logger = logging.getLogger(__name__)
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    """Load the model and build the engine around it.
+
+    Raises:
+        ConfigError, CheckpointError: with what was given and what would work.
+    """
+    from paceline.runtime.build import build  # torch takes seconds to import: only where it is needed
+
+    started = time.perf_counter()
+    built = build(config)
+    eos = {*built.eos_token_ids, *load_generation_defaults(built.folder, "none").eos_token_ids}
+    info = EngineInfo(
+        model=config.model or "paceline-mini",
+        folder=str(built.folder),
+        vocab_size=built.vocab_size,
+        max_model_len=built.max_model_len,
+        max_num_seqs=built.max_num_seqs,
+        block_size=config.block_size,
+        num_blocks=built.num_blocks,
+        eos_token_ids=sorted(eos),
+        max_logprobs=config.max_logprobs,
+        device=str(built.device),
+        dtype=str(built.dtype).removeprefix("torch."),
+        weights_bytes=built.weights_bytes,
+        ready_s=time.perf_counter() - started,
+    )
+    logger.info("Engine ready in %.2f s", info.ready_s)
+    pool = BlockPool(
+        built.num_blocks,
+        config.block_size,
+        enable_caching=config.enable_prefix_caching,
+        hash_key=config.prefix_hash_key.encode() if config.prefix_hash_key is not None else None,
+    )
+    return EngineCore(
+        built.runner,
+        pool,
+        info,
+        max_num_batched_tokens=built.max_num_batched_tokens,
+        lookahead=1 if built.device.type == "cuda" else 0,
+        seed=config.seed,
+    )

@@ -1,0 +1,164 @@
+"""The engine in a process of its own: ``python -m paceline.engine.process``.
+
+The parent passes the engine options as JSON on standard input and a path of a Unix socket; messages are msgspec structs in
+MessagePack, both ways (no pickle anywhere). The process ends when told to, and when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+import zmq
+
+from paceline.config import EngineConfig
+from paceline.engine.core import EngineCore
+from paceline.engine.factory import make_core
+from paceline.engine.messages import (
+    AbortRequests,
+    EngineFailure,
+    EngineRequest,
+    EngineStats,
+    OutputBatch,
+    ResetPrefixCache,
+    SequenceOutput,
+    Shutdown,
+    StatsQuery,
+    StopSequence,
+    ToEngine,
+)
+from paceline.errors import CheckpointError, ConfigError, RequestError
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000
+"""How often an idle engine looks whether its parent is still there."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent dies (Linux; elsewhere the idle poll notices)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EngineLoop:
+    """Messages in, steps, messages out.
+
+    Args:
+        core: the engine.
+        socket: a connected PAIR socket.
+    """
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._parent = os.getppid()
+        self._running = True
+
+    def send(self, items: list[SequenceOutput | EngineStats | EngineFailure]) -> None:
+        """Send one batch."""
+        self._socket.send(self._encoder.encode(OutputBatch(items=list(items))))
+
+    def run(self) -> None:
+        """Serve until told to stop or the parent is gone."""
+        while self._running:
+            self._receive(wait=not self._core.has_work)
+            if self._core.has_work:
+                outputs = self._core.step()
+                if outputs:
+                    self.send(list(outputs))
+            elif os.getppid() != self._parent:
+                return
+
+    def _receive(self, *, wait: bool) -> None:
+        """Handle every message that has arrived; with ``wait``, sleep until there is one."""
+        if wait and not self._socket.poll(IDLE_POLL_MS):
+            return
+        while self._running:
+            try:
+                raw = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(self._decoder.decode(raw))
+
+    def _handle(self, message: ToEngine) -> None:
+        core = self._core
+        if isinstance(message, EngineRequest):
+            try:
+                core.add(message)
+            except RequestError as error:
+                self.send([_refusal(message, str(error))])
+            except Exception as error:
+                logger.exception("Request %s could not be queued.", message.request_id)
+                self.send([_refusal(message, f"{type(error).__name__}: the engine could not take the request.")])
+        elif isinstance(message, AbortRequests):
+            core.abort(message.request_ids)
+        elif isinstance(message, StopSequence):
+            core.stop_sequence(message.request_id, message.index)
+        elif isinstance(message, StatsQuery):
+            self.send([msgspec.structs.replace(core.stats(), query_id=message.query_id)])
+        elif isinstance(message, ResetPrefixCache):
+            done = core.reset_prefix_cache()
+            self.send([msgspec.structs.replace(core.stats(), query_id=message.query_id, cache_reset=done)])
+        elif isinstance(message, Shutdown):
+            self._running = False
+
+
+def _refusal(request: EngineRequest, message: str) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=request.request_id, index=0, token_ids=[], finish_reason="error", error=message
+    )
+
+
+def main() -> int:
+    """Entry point: options on standard input, socket address as the only argument."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(sys.argv[1])
+    try:
+        options = msgspec.json.decode(sys.stdin.buffer.read(), type=_Start)
+        from paceline.observability.logs import setup_logging
+
+        setup_logging(options.log_level)
+        core = make_core(options.config)
+        loop = EngineLoop(core, socket)
+        socket.send(msgspec.msgpack.encode(OutputBatch(items=[core.info])))
+        gc.collect()
+        gc.freeze()  # what lives now lives for good: keep the collector off it
+        loop.run()
+    except (ConfigError, CheckpointError) as error:
+        kind = "config" if isinstance(error, ConfigError) else "checkpoint"
+        socket.send(msgspec.msgpack.encode(OutputBatch(items=[EngineFailure(message=str(error), kind=kind)])))
+        return 2
+    except Exception as error:
+        logger.exception("The engine stopped.")
+        failure = EngineFailure(message=f"{type(error).__name__}: {error}")
+        socket.send(msgspec.msgpack.encode(OutputBatch(items=[failure])))
+        return 1
+    finally:
+        socket.close()
+        context.term()
+    return 0
+
+
+class _Start(msgspec.Struct, forbid_unknown_fields=True):
+    """What the parent writes to standard input."""
+
+    config: EngineConfig
+    log_level: str = "info"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""The scheduler: which rows run in the next step. Pure logic; no torch, no clock, no I/O.
+
+One step mixes everything: decode rows, prefill chunks and first chunks of newly admitted sequences share one row budget.
+Rules, in order:
+
+1. Running sequences that decode get their rows first, the most important first, so that no prefill stalls a stream.
+2. Running prefills continue with what is left of the budget.
+3. Waiting sequences are admitted in order of (priority, arrival) while slots, rows and blocks last. The first that does not
+   fit ends admission: nobody overtakes, so nobody starves.
+
+When a running sequence cannot get a block, the least important running sequence is preempted: it gives everything back and
+will be recomputed (mostly from the prefix cache). The most important sequence can preempt all others and admission refuses
+what the whole pool cannot hold, so every step makes progress.
+
+``plan`` may be called again before the previous plan was committed (see decision 001): rows in flight are counted through the
+blocks' reservations.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.cache import BlockPool, SequenceBlocks
+from paceline.engine.sequence import InFlight, Sequence, Status
+from paceline.errors import InvariantError
+from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
+from paceline.sampling.logprobs import Logprob
+
+
+@dataclass(slots=True)
+class Entry:
+    """One span of a plan with the sequence it belongs to."""
+
+    sequence: Sequence
+    span: Span
+    tenancy: int
+    """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A device plan and, in the same order, whose spans it holds."""
+
+    plan: StepPlan
+    entries: list[Entry]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a committed step did to one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class Scheduler:
+    """Owns the queues, the slots and the block pool.
+
+    Args:
+        pool: the block pool.
+        max_num_seqs: number of slots.
+        max_num_batched_tokens: rows per step.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_preemptions = 0
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs))[::-1]
+        self._step = 0
+
+    # ------------------------------------------------------------------ queues
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is running or waiting."""
+        return bool(self._running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """End sequences now, wherever they are, and give everything back exactly once.
+
+        Rows still in flight for them may be written later than this. They only touch blocks that were never registered, and
+        whoever gets those blocks next writes them in a later step of the same stream.
+        """
+        dropped = False
+        for sequence in sequences:
+            if sequence.status is Status.RUNNING:
+                self._running.remove(sequence)
+                self._vacate(sequence)
+            elif sequence.status is Status.WAITING:
+                dropped = True
+            sequence.status = Status.FINISHED
+        if dropped:
+            self._waiting = [item for item in self._waiting if item[1].status is Status.WAITING]
+            heapq.heapify(self._waiting)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        sequence.blocks.release()
+        sequence.blocks = SequenceBlocks(self.pool, salt=sequence.request.cache_salt.encode())
+        sequence.in_flight.clear()
+        sequence.table_len = 0
+        if sequence.num_output_tokens == 0:
+            sequence.prompt_logprobs = None  # gathered anew if the prompt is
+        sequence.tenancy += 1
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    # ------------------------------------------------------------------ planning
+
+    def plan(self) -> PlannedStep | None:
+        """The next step, or None when nothing can run (all waits on steps in flight, or no work)."""
+        step = PlannedStep(StepPlan(self._step), [])
+        budget = self.max_num_batched_tokens
+        self._running.sort(key=lambda s: s.order)
+        decoding = [s for s in self._running if len(s.tokens) - s.scheduled <= 1]
+        prefilling = [s for s in self._running if len(s.tokens) - s.scheduled > 1]
+        preempted = False
+        for sequence in (*decoding, *prefilling):
+            if sequence.status is not Status.RUNNING:
+                preempted = True  # it was a victim earlier in this loop
+                continue
+            rows = min(sequence.rows_wanted(), budget)
+            if rows == 0:
+                continue
+            while sequence.blocks.reserve(rows) is None:
+                victim = max(self._running, key=lambda s: s.order)
+                budget += self._preempt(victim, step)
+                preempted = True
+                if victim is sequence:
+                    break
+            if sequence.status is Status.RUNNING:
+                self._append(step, sequence, rows)
+                budget -= rows
+        if not preempted:
+            self._admit(step, budget)
+        if not step.entries:
+            return None
+        self._step += 1
+        return step
+
+    def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
+        """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being made."""
+        kept = [i for i, entry in enumerate(step.entries) if entry.sequence is not victim]
+        rows = sum(entry.span.rows for entry in step.entries if entry.sequence is victim)
+        if rows:
+            slot = victim.slot
+            step.entries = [step.entries[i] for i in kept]
+            step.plan.spans = [entry.span for entry in step.entries]
+            step.plan.inits = [init for init in step.plan.inits if init.slot != slot]
+            step.plan.table = [update for update in step.plan.table if update.slot != slot]
+        self._running.remove(victim)
+        self._vacate(victim)
+        victim.status = Status.WAITING
+        self.add(victim)
+        self.num_preemptions += 1
+        return rows
+
+    def _admit(self, step: PlannedStep, budget: int) -> None:
+        held_back: list[Sequence] = []
+        while self._waiting and budget > 0 and self._free_slots and self.pool.num_free > 0:
+            sequence = self._waiting[0][1]
+            leader = sequence.leader
+            if leader is not None and not self._prompt_ready(leader):
+                # Its prompt is being computed by its leader right now; sharing is cheaper than racing. It blocks nobody.
+                heapq.heappop(self._waiting)
+                held_back.append(sequence)
+                continue
+            rows = self._start(sequence, budget)
+            if rows == 0:
+                break
+            heapq.heappop(self._waiting)
+            sequence.status = Status.RUNNING
+            sequence.slot = self._free_slots.pop()
+            self._running.append(sequence)
+            step.plan.inits.append(
+                SlotInit(
+                    slot=sequence.slot,
+                    tokens=list(sequence.tokens),
+                    computed=sequence.blocks.computed,
+                    prompt_len=sequence.prompt_len,
+                    params=sequence.request.params,
+                    seed=sequence.seed,
+                )
+            )
+            self._append(step, sequence, rows)
+            budget -= rows
+        for sequence in held_back:
+            self.add(sequence)
+
+    @staticmethod
+    def _prompt_ready(leader: Sequence) -> bool:
+        """Whether waiting for ``leader`` has nothing more to give: its prompt is computed, or it is gone."""
+        return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Take the cached prefix and the first chunk's blocks. Returns the chunk's rows, 0 if it does not fit now."""
+        blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
+        forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
+        if self._wants_prompt_logprobs(sequence):
+            cached = 0  # every prompt row's logits are wanted, so every row is forwarded
+        elif forks:
+            cached = (sequence.prompt_len - 1) // pool.block_size * pool.block_size
+        else:
+            cached = blocks.match_length(sequence.tokens)
+        missing = len(sequence.tokens) - cached
+        rows = min(missing, budget)
+        # A newcomer must find room for all its tokens and leave one block for each running sequence, or it would be preempted in
+        # its first steps. When nothing else runs there is nobody to make room for, and its first chunk is enough.
+        wanted = missing if self._running else rows
+        matched = 0 if forks or cached == 0 else blocks.admission_cost(sequence.tokens, 0)
+        if -(-wanted // pool.block_size) + matched + len(self._running) > pool.num_free:
+            return 0
+        if forks and leader is not None:
+            blocks.fork(leader.blocks, sequence.prompt_len - 1)
+        elif not self._wants_prompt_logprobs(sequence):
+            blocks.match(sequence.tokens)
+        if blocks.computed != cached or blocks.reserve(rows) is None:
+            raise InvariantError(f"admission counted on {cached} cached tokens and {rows} rows; the pool disagrees")
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = cached
+        return rows
+
+    @staticmethod
+    def _wants_prompt_logprobs(sequence: Sequence) -> bool:
+        params = sequence.request.params
+        return params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 0
+
+    def _append(self, step: PlannedStep, sequence: Sequence, rows: int) -> None:
+        """Put ``rows`` reserved rows of ``sequence`` into the plan."""
+        sample = sequence.scheduled >= len(sequence.tokens)  # the reservation is already counted
+        span = Span(slot=sequence.slot, rows=rows, sample=sample)
+        if self._wants_prompt_logprobs(sequence):
+            span.prompt_rows = max(0, min(rows, sequence.prompt_len - 1 - (sequence.scheduled - rows)))
+        ids = sequence.blocks.ids
+        if len(ids) > sequence.table_len:
+            step.plan.table.append(TableUpdate(sequence.slot, sequence.table_len, ids[sequence.table_len :]))
+            sequence.table_len = len(ids)
+        sequence.in_flight.append(InFlight(rows, span.drafts, sample))
+        step.plan.spans.append(span)
+        step.plan.max_context = max(step.plan.max_context, sequence.scheduled)
+        step.entries.append(Entry(sequence, span, sequence.tenancy))
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, step: PlannedStep, results: list[SpanResult]) -> list[Progress]:
+        """Take over a step's results, in launch order.
+
+        Tokens past a stop or a limit are cut before anything is committed, registered or counted.
+        """
+        if len(results) != len(step.entries):
+            raise InvariantError(f"{len(step.entries)} spans planned, {len(results)} results")
+        progress: list[Progress] = []
+        finished: list[Sequence] = []
+        for entry, result in zip(step.entries, results, strict=True):
+            sequence = entry.sequence
+            if sequence.status is Status.FINISHED:
+                continue  # it ended or was aborted while this step was in flight
+            if result.error is not None:
+                sequence.finish_reason = "error"
+                sequence.error = result.error
+                finished.append(sequence)
+                progress.append(Progress(sequence, [], None))
+                continue
+            stale = sequence.tenancy != entry.tenancy
+            if stale and self._wants_prompt_logprobs(sequence):
+                continue  # the prompt will be forwarded again; its logprobs and first token then come together
+            tokens = self._truncate(sequence, result.tokens)
+            sequence.tokens.extend(tokens)
+            if not stale:
+                span = sequence.in_flight.popleft()
+                stands = span.rows - span.drafts + max(len(tokens) - 1, 0)
+                sequence.blocks.commit(span.rows, stands, sequence.tokens)
+                sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
+            if result.prompt_logprobs is not None:
+                if sequence.prompt_logprobs is None:
+                    sequence.prompt_logprobs = [None]  # the first prompt token has no predecessor
+                sequence.prompt_logprobs.extend(result.prompt_logprobs)
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+            if tokens:
+                logprobs = result.logprobs[: len(tokens)] if result.logprobs is not None else None
+                progress.append(Progress(sequence, tokens, logprobs))
+        self.finish(finished)
+        return progress
+
+    @staticmethod
+    def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:
+        """``tokens`` up to and including the first that ends the sequence; sets its finish reason."""
+        params = sequence.request.params
+        room = sequence.max_tokens - sequence.num_output_tokens
+        for i, token in enumerate(tokens[:room]):
+            if token in sequence.stop_ids and sequence.num_output_tokens + i + 1 > params.min_tokens:
+                sequence.finish_reason = "stop"
+                sequence.stop_reason = token if token in params.stop_ids else None
+                return tokens[: i + 1]
+        if len(tokens) >= room:
+            sequence.finish_reason = "length"
+        return tokens[:room]
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Raise InvariantError unless slots, blocks and queues agree with each other."""
+        self.pool.check()
+        slots = sorted(self._free_slots + [s.slot for s in self._running])
+        if slots != list(range(self.max_num_seqs)):
+            raise InvariantError(f"slots are not a partition: {slots}")
+        for sequence in self._running:
+            in_flight = sum(span.rows for span in sequence.in_flight)
+            if in_flight != sequence.blocks.reserved:
+                raise InvariantError(f"{in_flight} rows in flight, {sequence.blocks.reserved} reserved")
+            if not sequence.in_flight and sequence.blocks.computed > len(sequence.tokens) - 1:
+                raise InvariantError("computed rows must leave one dangling token")

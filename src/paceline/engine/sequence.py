@@ -1,0 +1,98 @@
+"""A sequence: one of the ``n`` continuations of a request, as the host knows it."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.cache import SequenceBlocks
+from paceline.engine.messages import EngineRequest
+from paceline.engine.outputs import FinishReason
+from paceline.sampling.logprobs import Logprob
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One span of this sequence in a step whose results the host has not read."""
+
+    rows: int
+    drafts: int
+    sample: bool
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Host-side state of one continuation.
+
+    ``tokens`` holds what the host knows. The device may be up to ``lookahead`` steps further: those spans are listed in
+    ``in_flight``, oldest first.
+    """
+
+    request: EngineRequest
+    index: int
+    arrival: int
+    """Position in the order of arrival over the engine's life."""
+    tokens: list[int]
+    prompt_len: int
+    seed: int
+    blocks: SequenceBlocks
+    stop_ids: frozenset[int]
+    """Ids that end the sequence: end-of-sequence ids unless ignored, and the request's own."""
+    status: Status = Status.WAITING
+    slot: int = -1
+    in_flight: deque[InFlight] = field(default_factory=deque)
+    leader: Sequence | None = None
+    """Continuation 0 of the same request, whose prompt blocks this one shares."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the cache at first admission."""
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    """With finish_reason ``error``: what went wrong."""
+    tenancy: int = 0
+    """How often the sequence has given up a slot."""
+    table_len: int = 0
+    """Block ids already written to the device's block table."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Importance: what is scheduled first and preempted last."""
+        return (self.request.priority, self.arrival, self.index)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, as known to the host."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens this sequence may generate."""
+        limit = self.request.params.max_tokens
+        assert limit is not None, "the text side fills in max_tokens"
+        return limit
+
+    @property
+    def scheduled(self) -> int:
+        """Upper bound of ``num_computed`` once everything in flight has run."""
+        return self.blocks.computed + self.blocks.reserved
+
+    def rows_wanted(self) -> int:
+        """Rows this sequence could run now: the known tokens not yet scheduled, else one row for a token in flight.
+
+        Zero when the spans in flight are certain to reach ``max_tokens``.
+        """
+        known = len(self.tokens) - self.scheduled
+        if known > 0:
+            return known
+        sampling = sum(1 for span in self.in_flight if span.sample)  # each commits at least one token
+        return 1 if sampling and self.num_output_tokens + sampling < self.max_tokens else 0

@@ -1,0 +1,72 @@
+"""What the device knows about every running sequence: arrays indexed by slot, read and advanced by each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.runtime.plan import SlotInit, TableUpdate
+from paceline.runtime.staging import Staging
+from paceline.sampling.state import SamplingState, SlotSampling
+
+
+class SlotState:
+    """Token ids, lengths, block tables and sampling parameters of all slots.
+
+    Attributes:
+        tokens: [S, L] int32; known tokens of a sequence, and tentative ones (drafts) behind them.
+        num_computed: [S] int32; rows whose K/V has been written and stands.
+        block_tables: [S, M] int32.
+        sampling: the slots' sampling parameters.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_len: int,
+        block_size: int,
+        sampling: SamplingState,
+        device: torch.device,
+        max_drafts: int = 0,
+    ) -> None:
+        self.device = device
+        width = max_len + max_drafts + 1
+        blocks = -(-width // block_size)
+        self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device)
+        self.sampling = sampling
+        self._staging = Staging(4096, device)
+
+    def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
+        """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""
+        if inits:
+            self._write_rows(
+                self.tokens, [(i.slot, 0, np.asarray(i.tokens, dtype=np.int32)) for i in inits]
+            )
+            slots = np.array([i.slot for i in inits], dtype=np.int32)
+            computed = np.array([i.computed for i in inits], dtype=np.int32)
+            index, value = self._staging.send([slots, computed])
+            self.num_computed.index_copy_(0, index.long(), value)
+            self.sampling.set_slots([SlotSampling(i.slot, i.params, i.seed, i.prompt_len) for i in inits])
+        if table:
+            self._write_rows(
+                self.block_tables, [(u.slot, u.first, np.asarray(u.ids, dtype=np.int32)) for u in table]
+            )
+
+    def _write_rows(self, target: Tensor, pieces: list[tuple[int, int, np.ndarray]]) -> None:
+        """Write each (row, first column, values) into ``target`` with one upload and one scatter."""
+        width = target.shape[1]
+        values = np.concatenate([piece for _, _, piece in pieces])
+        index = np.concatenate(
+            [np.arange(piece.size, dtype=np.int64) + (row * width + first) for row, first, piece in pieces]
+        )
+        if index[-1] < 2**31:
+            sent = self._staging.send([index.astype(np.int32), values])
+            target.view(-1).index_copy_(0, sent[0].long(), sent[1])
+        else:  # a table beyond 2**31 cells: one contiguous copy per piece
+            for (row, first, piece), part in zip(pieces, self._staging.send([p for _, _, p in pieces]), strict=True):
+                target[row, first : first + piece.size] = part
