@@ -14,12 +14,8 @@ from collections.abc import Sequence
 
 from paceline.text.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 6
-"""Window decoding: tokens of already emitted text that are decoded again, so that the new ones join on
-correctly."""
-_MAX_PENDING_TOKENS = 4
-"""Window decoding: a character has at most four bytes, so this many tokens without a whole character are no
-character."""
+_MAX_PENDING_TOKENS = 8
+"""Window decoding: a character has at most four bytes, so this many tokens without a whole one are none."""
 
 
 class IncrementalDetokenizer:
@@ -54,11 +50,13 @@ class IncrementalDetokenizer:
         return self._advance(force=len(self._pending) >= _MAX_PENDING_TOKENS)
 
     def _advance(self, *, force: bool) -> str:
+        # Decoding the last tokens again with the new ones tells how these join on (a leading space, for one).
         before = self._decode(self._context)
         after = self._decode(self._context + self._pending)
         if not force and (after.endswith("\ufffd") or len(after) <= len(before)):
             return ""
-        self._context = (self._context + self._pending)[-_CONTEXT_TOKENS:]
+        # The context begins where a character does: bytes cut off from their character decode to nothing.
+        self._context = self._pending
         self._pending = []
         return after[len(before) :]
 
