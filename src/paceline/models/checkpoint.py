@@ -34,7 +34,7 @@ _DOWNLOADED: Final = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab
 _READABLE: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # safetensors names; bytes per value
 
 
-def resolve_folder(name_or_path: str | Path) -> Path:
+def resolve_folder(name_or_path: str | Path, *, revision: str | None = None) -> Path:
     """The local folder of a checkpoint; a hub name is downloaded (or taken from the hub's local cache).
 
     Raises:
@@ -51,7 +51,7 @@ def resolve_folder(name_or_path: str | Path) -> Path:
     from huggingface_hub import snapshot_download  # costs a third of a second: only when needed
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_DOWNLOADED)))
     except Exception as error:  # the hub client raises its own, httpx's and OS errors
         reason = next(iter(str(error).splitlines()), "no message")
         raise CheckpointError(
