@@ -1,12 +1,10 @@
 """What a client may ask of the sampler, and the one validator every entry point goes through.
 
-Field names and defaults are vLLM's. The struct is only a container, so that it can cross the process border as it
-is; ``validate`` decides what is acceptable, because that depends on the served model (vocabulary, limits).
+Field names and defaults are vLLM's. The struct is only a container, so that it can cross the process border;
+``validate`` decides what is acceptable, because that depends on the served model (vocabulary, limits).
 """
 
 from __future__ import annotations
-
-import math
 
 import msgspec
 
@@ -51,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: token ids that end the output.
         ignore_eos: go on after EOS.
         include_stop_str_in_output: keep the stop string in the text.
-        logprobs: also report the log-probabilities, before any processing, of the k most likely tokens at each
-            output position and of the chosen one; 0 reports the chosen token only, -1 the whole vocabulary.
+        logprobs: also report the log-probabilities, before any processing, of the k most likely tokens at
+            each output position and of the chosen one; 0 reports the chosen token only, -1 all tokens.
         prompt_logprobs: the same for each prompt position.
         logit_bias: added to the logits of these token ids, -100 to 100.
         allowed_token_ids: only these tokens may be produced.
@@ -231,9 +229,9 @@ def _check_int(name: str, value: object, low: int, high: int, advice: str = "", 
 def _check_number(
     name: str, value: object, low: float, high: float, advice: str = "", *, low_open: bool = False
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # comparisons before isfinite: an int of a thousand digits does not fit a float
-    if not number or not low <= value <= high or not math.isfinite(value) or (low_open and value == low):  # type: ignore[operator,arg-type]
+    # NaN and infinity fail the comparison, since every range is finite
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (low_open and value == low):
         lower = f"above {low:g} and at most" if low_open else f"from {low:g} to"
         raise _refusal(name, value, f"a finite number {lower} {high:g}", advice)
 

@@ -1,0 +1,260 @@
+"""Sampling parameters of the running sequences, indexed by slot, and what a step's rows need of them.
+
+Dense parameters live on the device in two tables, so a step reads its rows' values with two gathers. Lists
+(logit bias, stop ids, bad words, allowed ids) are rare and of any size: they stay with the host, which puts
+the ones a step needs into small index tensors. The host also keeps a word of flags per slot, so a feature
+no row uses costs nothing and nothing is ever read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.seeds import mix64
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+# Flags of a slot. A filter that cannot change a greedy choice is not set for a greedy slot.
+RANDOM = 1
+TRUNCATED = 2  # top_k or top_p: needs the row in order
+MIN_P = 4
+PENALTY = 8
+BIAS = 16
+ALLOWED = 32
+BAD_WORDS = 64
+MIN_TOKENS = 128
+
+# Columns of the float64 table. Not fp32: its 0.8 is above 0.8, and of ten equal tokens would keep nine.
+INV_TEMPERATURE, TOP_P, MIN_P_COLUMN, PRESENCE, FREQUENCY, REPETITION, NUM_FLOATS = range(7)
+# Columns of the int64 table.
+SEED_KEY, TOP_K, PROMPT_LEN, MIN_LEN, NUM_INTS = range(5)
+
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SlotSampling:
+    """What ``SamplingState.set_slots`` stores for one sequence.
+
+    Attributes:
+        slot: row of the tables.
+        params: validated parameters.
+        seed: of this sequence, any 64-bit integer (``seeds.sequence_seed``).
+        prompt_len: tokens of the prompt; later ones are output, also after a preemption.
+    """
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class SlotLists:
+    """The lists of one slot, on the host; ``allowed``, which may span the vocabulary, as a device mask."""
+
+    allowed: Tensor | None  # [V] bool
+    bias_ids: IntArray
+    bias_values: np.ndarray[Any, np.dtype[np.float32]]
+    stop_ids: IntArray  # masked until min_tokens: EOS and stop_token_ids
+    bad_prefixes: list[list[int]]  # what must stand before ...
+    bad_last: IntArray  # ... each of these for the word to be completed
+
+
+@dataclass(frozen=True)
+class SamplingFeatures:
+    """What the rows of one step need, known to the host. Row sets are indices into the step's sampled rows.
+
+    Attributes:
+        slots: [Q] slot of each sampled row.
+        greedy: rows that take the most likely token.
+        plain: rows that draw from all (unmasked) tokens.
+        plain_min_p: one of the plain rows uses min_p.
+        short: rows that draw from at most ``short_k`` tokens in order (a small top_k).
+        short_k: the largest top_k among ``short``.
+        nucleus: rows with top_p and no top_k.
+        large: rows with a large top_k.
+        penalty, bias, allowed, bad_words, min_tokens: rows that use the parameter.
+        logprobs: rows that report log-probabilities.
+        num_top: the largest number of them asked for.
+    """
+
+    slots: IntArray
+    greedy: IntArray
+    plain: IntArray
+    plain_min_p: bool
+    short: IntArray
+    short_k: int
+    nucleus: IntArray
+    large: IntArray
+    penalty: IntArray
+    bias: IntArray
+    allowed: IntArray
+    bad_words: IntArray
+    min_tokens: IntArray
+    logprobs: IntArray
+    num_top: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+
+NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
+SHORT_K = 1024
+"""A top_k up to here is served from the row's ``top_k`` largest tokens; above, the row is sorted."""
+
+
+def upload(array: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Host array to device tensor without waiting for the device."""
+    host = torch.as_tensor(array, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class SamplingState:
+    """Slot-indexed sampling parameters.
+
+    Attributes:
+        floats: [num_slots, NUM_FLOATS] float64 on the device; inverse temperature 0 stands for greedy.
+        ints: [num_slots, NUM_INTS] int64 on the device.
+        token_ids: [V] int32 on the device: 0, 1, 2, …
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        device: torch.device | str,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.floats = torch.zeros(num_slots, NUM_FLOATS, dtype=torch.float64, device=self.device)
+        self.ints = torch.zeros(num_slots, NUM_INTS, dtype=torch.int64, device=self.device)
+        self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
+        self._eos_token_ids = list(eos_token_ids)
+        self._flags = np.zeros(num_slots, dtype=np.int64)
+        self._top_k = np.full(num_slots, NO_LIMIT, dtype=np.int64)
+        self._num_top = np.full(num_slots, -1, dtype=np.int64)
+        self._lists: list[SlotLists | None] = [None] * num_slots
+
+    def set_slots(self, entries: Sequence[SlotSampling]) -> None:
+        """Store the parameters of sequences that (re)enter; one upload per table, no wait for the device."""
+        if not entries:
+            return
+        for e in entries:
+            self._flags[e.slot] = _flags(e.params, self.vocab_size)
+            self._top_k[e.slot] = _top_k(e.params, self.vocab_size)
+            asked = e.params.logprobs
+            self._num_top[e.slot] = -1 if asked is None else self.vocab_size if asked == -1 else asked
+            self._lists[e.slot] = self._make_lists(e.params)
+        slots = upload([e.slot for e in entries], self.device, torch.int64)
+        floats = upload([_float_row(e.params) for e in entries], self.device, torch.float64)
+        ints = upload([_int_row(e, self.vocab_size) for e in entries], self.device, torch.int64)
+        self.floats.index_copy_(0, slots, floats)
+        self.ints.index_copy_(0, slots, ints)
+
+    def set_slot(self, slot: int, params: SamplingParams, seed: int, prompt_len: int) -> None:
+        """``set_slots`` for one sequence."""
+        self.set_slots([SlotSampling(slot, params, seed, prompt_len)])
+
+    def lists(self, slot: int) -> SlotLists:
+        """The lists of a slot one of whose list flags is set."""
+        lists = self._lists[slot]
+        assert lists is not None, f"slot {slot} has no lists"
+        return lists
+
+    def features(self, slots: Sequence[int] | IntArray) -> SamplingFeatures:
+        """What a step needs whose sampled rows, in order, belong to these slots."""
+        slots = np.asarray(slots, dtype=np.int64)
+        flags, num_top, top_k = self._flags[slots], self._num_top[slots], self._top_k[slots]
+        union = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
+
+        def having(flag: int) -> IntArray:
+            return np.flatnonzero(flags & flag) if union & flag else NO_ROWS
+
+        truncated = (flags & TRUNCATED) > 0
+        plain = np.flatnonzero((flags & (RANDOM | TRUNCATED)) == RANDOM)
+        short = np.flatnonzero(truncated & (top_k <= SHORT_K))
+        return SamplingFeatures(
+            slots=slots,
+            greedy=np.flatnonzero((flags & RANDOM) == 0),
+            plain=plain,
+            plain_min_p=bool((flags[plain] & MIN_P).any()),
+            short=short,
+            short_k=int(top_k[short].max()) if len(short) else 0,
+            nucleus=np.flatnonzero(truncated & (top_k == NO_LIMIT)),
+            large=np.flatnonzero(truncated & (top_k > SHORT_K) & (top_k < NO_LIMIT)),
+            penalty=having(PENALTY),
+            bias=having(BIAS),
+            allowed=having(ALLOWED),
+            bad_words=having(BAD_WORDS),
+            min_tokens=having(MIN_TOKENS),
+            logprobs=np.flatnonzero(num_top >= 0),
+            num_top=max(int(num_top.max()), 0) if len(slots) else 0,
+        )
+
+    def _make_lists(self, p: SamplingParams) -> SlotLists | None:
+        if not _flags(p, self.vocab_size) & (BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS):
+            return None
+        allowed = None
+        if p.allowed_token_ids is not None:
+            allowed = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            allowed.index_fill_(0, upload(p.allowed_token_ids, self.device, torch.int64), True)
+        bias = p.logit_bias or {}
+        return SlotLists(
+            allowed=allowed,
+            bias_ids=np.array(list(bias), dtype=np.int64),
+            bias_values=np.array(list(bias.values()), dtype=np.float32),
+            stop_ids=np.unique(np.array([*self._eos_token_ids, *p.stop_ids], dtype=np.int64)),
+            bad_prefixes=[word[:-1] for word in p.bad_words_ids],
+            bad_last=np.array([word[-1] for word in p.bad_words_ids], dtype=np.int64),
+        )
+
+
+def _top_k(p: SamplingParams, vocab_size: int) -> int:
+    return p.top_k if 0 < p.top_k < vocab_size else NO_LIMIT
+
+
+def _flags(p: SamplingParams, vocab_size: int) -> int:
+    flags = 0
+    if not p.greedy:
+        flags |= RANDOM
+        flags |= TRUNCATED * (_top_k(p, vocab_size) < NO_LIMIT or p.top_p < 1.0)
+        flags |= MIN_P * (p.min_p > 0.0)
+    flags |= PENALTY * (p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1)
+    flags |= BIAS * bool(p.logit_bias)
+    flags |= ALLOWED * (p.allowed_token_ids is not None)
+    flags |= BAD_WORDS * bool(p.bad_words_ids)
+    flags |= MIN_TOKENS * (p.min_tokens > 0)
+    return flags
+
+
+def _float_row(p: SamplingParams) -> list[float]:
+    row = [0.0] * NUM_FLOATS
+    row[INV_TEMPERATURE] = 0.0 if p.greedy else 1.0 / p.temperature
+    row[TOP_P] = p.top_p
+    row[MIN_P_COLUMN] = p.min_p
+    row[PRESENCE] = p.presence_penalty
+    row[FREQUENCY] = p.frequency_penalty
+    row[REPETITION] = p.repetition_penalty
+    return row
+
+
+def _int_row(e: SlotSampling, vocab_size: int) -> list[int]:
+    row = [0] * NUM_INTS
+    row[SEED_KEY] = mix64(e.seed)
+    row[TOP_K] = _top_k(e.params, vocab_size)
+    row[PROMPT_LEN] = e.prompt_len
+    row[MIN_LEN] = e.prompt_len + e.params.min_tokens
+    return row
