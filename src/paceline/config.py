@@ -14,7 +14,7 @@ BUNDLED_MODEL = Path(__file__).parent / "assets" / "mini"
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +53,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """Most alternatives a request may ask for per position."""
     seed: int = 0
     """Seed of requests that name none. Each request's own seed is derived from it and the request's number."""
+    show_progress: bool = False
+    """Draw a progress bar on standard error while weights are read."""
     threads: int | None = None
     """CPU threads for torch; None leaves torch's choice."""
 

@@ -246,8 +246,8 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._socket is None or self._dead is not None:
             raise EngineDeadError(f"The engine is down: {self._dead or 'closed'}.")
-        # A PAIR socket without a high-water mark never blocks: the plain send is immediate.
-        zmq.Socket.send(self._socket, self._encoder.encode(message), zmq.NOBLOCK)
+        # A PAIR socket without a high-water mark never blocks: the returned future is already done.
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     # ------------------------------------------------------------------ requests
 

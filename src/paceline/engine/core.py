@@ -57,7 +57,10 @@ class EngineCore:
         self.info = info
         self.pool = pool
         self.scheduler = Scheduler(
-            pool, max_num_seqs=info.max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            pool,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            vocab_size=info.vocab_size,
         )
         self._runner = runner
         self._lookahead = lookahead
@@ -217,8 +220,9 @@ class EngineCore:
             stop_reason=sequence.stop_reason,
             error=sequence.error,
         )
-        if sequence.num_output_tokens == len(progress.tokens):
-            output.prompt_logprobs = sequence.prompt_logprobs
+        first = sequence.num_output_tokens == len(progress.tokens)
+        if first and sequence.index == 0 and sequence.request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *sequence.prompt_logprobs]  # the first token has no predecessor
         self._stats.generation_tokens += len(progress.tokens)
         if sequence.finish_reason is not None:
             self._finished[sequence.finish_reason] += 1

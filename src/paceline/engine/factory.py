@@ -9,7 +9,6 @@ from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
-from paceline.text.generation_config import load_generation_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,6 @@ def make_core(config: EngineConfig) -> EngineCore:
 
     started = time.perf_counter()
     built = build(config)
-    eos = {*built.eos_token_ids, *load_generation_defaults(built.folder, "none").eos_token_ids}
     info = EngineInfo(
         model=config.model or "paceline-mini",
         folder=str(built.folder),
@@ -33,7 +31,7 @@ def make_core(config: EngineConfig) -> EngineCore:
         max_num_seqs=built.max_num_seqs,
         block_size=config.block_size,
         num_blocks=built.num_blocks,
-        eos_token_ids=sorted(eos),
+        eos_token_ids=list(built.eos_token_ids),
         max_logprobs=config.max_logprobs,
         device=str(built.device),
         dtype=str(built.dtype).removeprefix("torch."),

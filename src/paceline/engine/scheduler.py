@@ -63,10 +63,14 @@ class Scheduler:
         pool: the block pool.
         max_num_seqs: number of slots.
         max_num_batched_tokens: rows per step.
+        vocab_size: what a request for all logprobs means.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+    ) -> None:
         self.pool = pool
+        self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -119,8 +123,8 @@ class Scheduler:
         sequence.blocks = SequenceBlocks(self.pool, salt=sequence.request.cache_salt.encode())
         sequence.in_flight.clear()
         sequence.table_len = 0
-        if sequence.num_output_tokens == 0:
-            sequence.prompt_logprobs = None  # gathered anew if the prompt is
+        if self._wants_prompt_logprobs(sequence):
+            sequence.prompt_logprobs = []  # gathered anew
         sequence.tenancy += 1
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -245,10 +249,20 @@ class Scheduler:
         params = sequence.request.params
         return params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 0
 
+    def _top(self, asked: int | None) -> int:
+        return self.vocab_size if asked == -1 else asked or 0
+
     def _append(self, step: PlannedStep, sequence: Sequence, rows: int) -> None:
         """Put ``rows`` reserved rows of ``sequence`` into the plan."""
         sample = sequence.scheduled >= len(sequence.tokens)  # the reservation is already counted
-        span = Span(slot=sequence.slot, rows=rows, sample=sample)
+        params = sequence.request.params
+        span = Span(
+            slot=sequence.slot,
+            rows=rows,
+            sample=sample,
+            top=self._top(params.logprobs),
+            prompt_top=self._top(params.prompt_logprobs),
+        )
         if self._wants_prompt_logprobs(sequence):
             span.prompt_rows = max(0, min(rows, sequence.prompt_len - 1 - (sequence.scheduled - rows)))
         ids = sequence.blocks.ids
@@ -292,8 +306,6 @@ class Scheduler:
                 sequence.blocks.commit(span.rows, stands, sequence.tokens)
                 sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
             if result.prompt_logprobs is not None:
-                if sequence.prompt_logprobs is None:
-                    sequence.prompt_logprobs = [None]  # the first prompt token has no predecessor
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
             if sequence.finish_reason is not None:
                 finished.append(sequence)

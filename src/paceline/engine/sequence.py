@@ -56,7 +56,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Of every prompt token but the first, as far as forwarded, when the request asked."""
     error: str | None = None
     """With finish_reason ``error``: what went wrong."""
     tenancy: int = 0

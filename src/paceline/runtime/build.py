@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.attention import KVCache
-from paceline.models.checkpoint import load_model, open_checkpoint
+from paceline.models.checkpoint import resolve_folder
+from paceline.models.config import Qwen3Config
+from paceline.models.loader import load_model
 from paceline.runtime.memory import StepLimits, block_bytes, num_blocks
 from paceline.runtime.runner import Runner
+from paceline.text.generation_config import load_generation_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +27,7 @@ class Built:
     """A ready device and the limits it was built for."""
 
     runner: Runner
+    folder: Path
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
@@ -47,15 +52,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_dtype(name: str, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of weights and K/V: as named, else float32 on a CPU and the checkpoint's own on a GPU."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    if device.type == "cpu":
-        return torch.float32
-    return checkpoint if checkpoint is not None else torch.bfloat16
-
-
 def build(engine: EngineConfig) -> Built:
     """Load the model, size and allocate the cache, and make the runner.
 
@@ -66,16 +62,15 @@ def build(engine: EngineConfig) -> Built:
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     device = pick_device(engine.device)
-    checkpoint = open_checkpoint(engine.model_path, revision=engine.revision)
-    config = checkpoint.config
-    dtype = pick_dtype(engine.dtype, checkpoint.dtype, device)
+    on_gpu = device.type == "cuda"
+    folder = resolve_folder(engine.model_path, revision=engine.revision)
+    config = Qwen3Config.from_pretrained(folder)
     max_model_len = engine.max_model_len or config.max_context_len
     if max_model_len > config.max_context_len:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but {engine.model_path} was made for at most {config.max_context_len} "
             "tokens. Lower max_model_len, or add rope scaling to the checkpoint's config."
         )
-    on_gpu = device.type == "cuda"
     max_num_seqs = engine.max_num_seqs or (256 if on_gpu else 32)
     max_rows = engine.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
     if max_rows < max_num_seqs:
@@ -83,7 +78,16 @@ def build(engine: EngineConfig) -> Built:
             f"max_num_batched_tokens is {max_rows}, less than max_num_seqs ({max_num_seqs}): not every running sequence "
             "could get a row per step. Raise the former or lower the latter."
         )
-    model = load_model(checkpoint, device=device, dtype=dtype, dummy=engine.load_format == "dummy")
+    # Half precision is emulated on most CPUs and saves nothing there.
+    dtype_name = engine.dtype if on_gpu or engine.dtype != "auto" else "float32"
+    model = load_model(
+        folder,
+        device=device,
+        dtype=dtype_name,
+        load_format=engine.load_format,
+        show_progress=engine.show_progress,
+    )
+    dtype = model.embed_tokens.weight.dtype
     limits = StepLimits(max_num_seqs, max_rows)
     blocks = num_blocks(engine, config, limits, dtype, device)
     cache = KVCache.allocate(
@@ -104,16 +108,25 @@ def build(engine: EngineConfig) -> Built:
         tokens / max_model_len,
         max_model_len,
     )
-    runner = Runner(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, device=device)
+    eos = {*config.eos_token_ids, *load_generation_defaults(folder, "none").eos_token_ids}
+    runner = Runner(
+        model,
+        cache,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        device=device,
+        eos_token_ids=sorted(eos),
+    )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
         runner=runner,
+        folder=folder,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_rows,
         num_blocks=blocks,
-        eos_token_ids=tuple(config.eos_token_ids),
+        eos_token_ids=tuple(sorted(eos)),
         device=device,
         dtype=dtype,
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),

@@ -41,6 +41,10 @@ class Span:
     """False for an inner prefill chunk: rows are forwarded, nothing is drawn."""
     prompt_rows: int = 0
     """How many of the first rows are evaluated for prompt logprobs: the successor of each is a prompt token."""
+    prompt_top: int = 0
+    """Alternatives asked for at those rows; the whole vocabulary at most."""
+    top: int = 0
+    """Alternatives asked for at sampled rows, for requests that ask for logprobs at all."""
 
 
 @dataclass(slots=True)

@@ -27,10 +27,9 @@ PROMPT_LOGPROB_ROWS = 128
 class _Copies:
     """A step's results on their way to the host."""
 
-    sampled: Tensor | None  # [N, K + 1] int32
-    accepted: Tensor | None  # [N] int32
-    logprobs: LogprobTensors | None  # over the sampled rows
-    prompt: list[LogprobTensors | None]  # per span
+    drawn: tuple[Tensor, Tensor] | None  # sampled [N, K + 1] int32, accepted [N] int32
+    logprobs: LogprobTensors | None  # of the sampled rows that asked
+    prompt: list[list[LogprobTensors]]  # per span, in parts
     done: torch.cuda.Event | None
 
 
@@ -82,14 +81,14 @@ class Runner:
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(plan.spans)]
         if not rows.host_sampled:
             self._advance(rows, None)
-            return _Pending(plan.spans, rows, self._to_host(None, None, None, prompt))
+            return _Pending(plan.spans, [], self._to_host(None, None, prompt))
         logits = self.model.logits(hidden[rows.sample_rows]).float()  # [Q, V]
         slots = [plan.spans[i].slot for i in rows.host_sampled for _ in range(plan.spans[i].drafts + 1)]
         sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, plan.max_context)
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
-        sampled, accepted = self._accept(rows, output.tokens)
-        self._advance(rows, (sampled, accepted))
-        return _Pending(plan.spans, rows, self._to_host(sampled, accepted, output.logprobs, prompt))
+        drawn = self._accept(rows, output.tokens)
+        self._advance(rows, drawn)
+        return _Pending(plan.spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
 
     def _accept(self, rows: StepRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Draws [Q] -> per span [N, K + 1], and how many drafts of each span stand [N]."""
@@ -120,73 +119,84 @@ class Runner:
             stands = stands.index_add(0, rows.sampled_spans, accepted - rows.num_drafts)
         state.num_computed.index_add_(0, layout.slots, stands)
 
-    def _prompt_logprobs(self, hidden: Tensor, rows: StepRows, index: int, span: Span) -> LogprobTensors | None:
-        """Logprobs of the prompt tokens that follow the span's first ``prompt_rows`` rows."""
+    def _prompt_logprobs(self, hidden: Tensor, rows: StepRows, index: int, span: Span) -> list[LogprobTensors]:
+        """Logprobs of the prompt tokens that follow the span's first ``prompt_rows`` rows, in parts."""
         if span.prompt_rows == 0:
-            return None
+            return []
         start = sum(rows.layout.host_rows[:index])
-        positions = rows.layout.positions[start : start + span.prompt_rows].long()
-        successors = self.state.tokens[span.slot][positions + 1]
-        top = self.state.sampling.params(span.slot).prompt_logprobs
-        assert top is not None, "prompt rows are planned only for requests that ask"
-        parts = [
-            gather_logprobs(self.model.logits(part).float(), following, top)
+        stop = start + span.prompt_rows
+        successors = self.state.tokens[span.slot][rows.layout.positions[start:stop].long() + 1]
+        return [
+            score(self.model.logits(part).float(), following, span.prompt_top)
             for part, following in zip(
-                hidden[start : start + span.prompt_rows].split(PROMPT_LOGPROB_ROWS),
-                successors.split(PROMPT_LOGPROB_ROWS),
-                strict=True,
+                hidden[start:stop].split(PROMPT_LOGPROB_ROWS), successors.split(PROMPT_LOGPROB_ROWS), strict=True
             )
         ]
-        return LogprobTensors.cat(parts)
 
     def _to_host(
         self,
-        sampled: Tensor | None,
-        accepted: Tensor | None,
+        drawn: tuple[Tensor, Tensor] | None,
         logprobs: LogprobTensors | None,
-        prompt: list[LogprobTensors | None],
+        prompt: list[list[LogprobTensors]],
     ) -> _Copies:
-        if self._device.type != "cuda":
-            return _Copies(sampled, accepted, logprobs, prompt, None)
+        """Start copying a step's results to the host."""
         copies = _Copies(
-            None if sampled is None else to_host(sampled),
-            None if accepted is None else to_host(accepted),
-            None if logprobs is None else logprobs.to_host(),
-            [None if item is None else item.to_host() for item in prompt],
-            torch.cuda.Event(),
+            drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
+            logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
+            prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
+            done=None,
         )
-        assert copies.done is not None
-        copies.done.record()
+        if self._device.type == "cuda":
+            copies.done = torch.cuda.Event()
+            copies.done.record()
         return copies
+
+
+def _logprobs_to_host(item: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(item.rows, to_host(item.token_ids), to_host(item.logprobs), to_host(item.ranks))
+
+
+def _as_python(item: LogprobTensors, num_top: list[int]) -> list[dict[int, Logprob]]:
+    """One map per row; ``num_top`` alternatives were asked for in each."""
+    ids, values, ranks = item.token_ids.numpy(), item.logprobs.numpy(), item.ranks.tolist()
+    return [position_logprobs(ids[i], values[i], ranks[i], top) for i, top in enumerate(num_top)]
 
 
 class _Pending:
     """See :class:`paceline.runtime.plan.PendingStep`."""
 
-    def __init__(self, spans: Sequence[Span], rows: StepRows, copies: _Copies) -> None:
+    def __init__(self, spans: Sequence[Span], host_sampled: list[int], copies: _Copies) -> None:
         self._spans = spans
-        self._rows = rows
+        self._host_sampled = host_sampled
         self._copies = copies
 
     def result(self) -> list[SpanResult]:
         copies = self._copies
         if copies.done is not None:
             copies.done.synchronize()
-        results = [
-            SpanResult([], prompt_logprobs=None if item is None else item.to_python())
-            for item in copies.prompt
-        ]
-        if copies.sampled is None or copies.accepted is None:
-            return results
-        sampled = copies.sampled.tolist()
-        accepted = copies.accepted.tolist()
-        logprobs: list[dict[int, Logprob]] | None = None
-        if copies.logprobs is not None:
-            logprobs = copies.logprobs.to_python()
-        first = 0
-        for i, tokens, count in zip(self._rows.host_sampled, sampled, accepted, strict=True):
-            results[i].tokens = tokens[: count + 1]
-            if logprobs is not None:
-                results[i].logprobs = logprobs[first : first + count + 1]
-            first += self._spans[i].drafts + 1
+        results: list[SpanResult] = []
+        for span, parts in zip(self._spans, copies.prompt, strict=True):
+            result = SpanResult([])
+            if span.prompt_rows:
+                result.prompt_logprobs = [
+                    entry for part in parts for entry in _as_python(part, [span.prompt_top] * len(part.rows))
+                ]
+            results.append(result)
+        if copies.drawn is not None:
+            sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
+            for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
+                results[i].tokens = tokens[: count + 1]
+            if copies.logprobs is not None:
+                self._add_logprobs(results, copies.logprobs)
         return results
+
+    def _add_logprobs(self, results: list[SpanResult], logprobs: LogprobTensors) -> None:
+        owner = [i for i in self._host_sampled for _ in range(self._spans[i].drafts + 1)]  # span of each sampled row
+        owners = [owner[row] for row in logprobs.rows.tolist()]
+        entries = _as_python(logprobs, [self._spans[i].top for i in owners])
+        for i, entry in zip(owners, entries, strict=True):
+            found = results[i].logprobs
+            if found is None:
+                found = results[i].logprobs = []
+            if len(found) < len(results[i].tokens):  # rows of rejected drafts have logprobs nobody sees
+                found.append(entry)

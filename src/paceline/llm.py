@@ -1,0 +1,196 @@
+"""``LLM``: the engine in this process, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paceline.config import EngineConfig
+from paceline.engine.factory import make_core
+from paceline.engine.frontend import Frontend, Prompt, RequestState
+from paceline.engine.messages import EngineStats
+from paceline.engine.outputs import RequestOutput
+from paceline.errors import ConfigError, PacelineError, RequestError
+from paceline.sampling.params import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: checkpoint folder or hub name; None serves the bundled model.
+        skip_tokenizer_init: work with token ids alone.
+        generation_config: ``auto`` applies the checkpoint's sampling defaults where a call names none; ``none`` does not.
+        chat_template: path or text of a template that replaces the checkpoint's.
+        **options: any field of :class:`paceline.EngineConfig`.
+
+    Raises:
+        ConfigError, CheckpointError: with what was given and what would work.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        generation_config: str = "auto",
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(set(options) - set(EngineConfig.__struct_fields__))
+        if unknown:
+            known = ", ".join(sorted(EngineConfig.__struct_fields__))
+            raise ConfigError(f"LLM has no option {', '.join(map(repr, unknown))}. Options: {known}.")
+        self._core = make_core(EngineConfig(model=None if model is None else str(model), **options))
+        self._frontend = Frontend(
+            self._core.info,
+            skip_tokenizer_init=skip_tokenizer_init,
+            generation_config=generation_config,
+            chat_template=chat_template,
+        )
+        self._ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters used when a call gives none: the checkpoint's defaults."""
+        return self._frontend.default_params()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self._core.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self._core.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, batched; outputs come in the order of the prompts.
+
+        Args:
+            prompts: one or many: text, token ids, or dicts as vLLM takes them.
+            sampling_params: one for all, one per prompt, or None for the defaults.
+            use_tqdm: draw a progress bar on standard error.
+            priority: one per prompt; lower runs first.
+
+        Raises:
+            RequestError: a prompt or parameter is refused. Nothing was generated, for any prompt.
+        """
+        many = self._as_list(prompts)
+        tokenized = [self._frontend.tokenize(prompt) for prompt in many]
+        return self._run(tokenized, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or many.
+
+        Args:
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+            sampling_params: as in :meth:`generate`.
+            use_tqdm: draw a progress bar on standard error.
+            add_generation_prompt: open the assistant's turn at the end of the prompt.
+            chat_template_kwargs: extra variables for the template, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: a conversation or parameter is refused.
+        """
+        if not messages:
+            raise RequestError("messages is empty; give at least one message.", param="messages")
+        conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        rendered: list[tuple[list[int], str | None]] = [
+            (
+                self._frontend.render_chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    template_kwargs=chat_template_kwargs,
+                ),
+                None,
+            )
+            for conversation in conversations
+        ]
+        return self._run(rendered, sampling_params, use_tqdm, None)
+
+    @staticmethod
+    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str | Mapping):
+            return [prompts]
+        items: list[Any] = list(prompts)
+        if items and all(isinstance(item, int) for item in items):
+            return [items]  # one prompt of token ids
+        return items
+
+    def _run(
+        self,
+        prompts: list[tuple[list[int], str | None]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or self._frontend.default_params()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        for name, given in (("sampling_params", params), ("priority", priority)):
+            if given is not None and len(given) != len(prompts):
+                raise RequestError(f"{len(given)} {name} for {len(prompts)} prompts; give one, or one each.")
+        states: dict[str, RequestState] = {}
+        try:
+            for i, ((ids, text), chosen) in enumerate(zip(prompts, params, strict=True)):
+                state = self._frontend.prepare(
+                    f"llm-{next(self._ids)}",
+                    ids,
+                    chosen,
+                    prompt=text,
+                    priority=0 if priority is None else priority[i],
+                )
+                states[state.request.request_id] = state
+                self._core.add(state.request)
+            self._drive(states, use_tqdm)
+        except BaseException:
+            self._core.abort(list(states))  # a refused prompt or Ctrl-C leaves nothing behind
+            raise
+        for state in states.values():
+            if state.error is not None:
+                raise PacelineError(f"Request {state.request.request_id} failed: {state.error}")
+        return [state.output(state.outputs) for state in states.values()]
+
+    def _drive(self, states: Mapping[str, RequestState], show: bool) -> None:
+        """Step until every request has ended."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = sum(not state.finished for state in states.values())
+        with Progress(*columns, TextColumn("{task.fields[rate]}"), disable=not show, transient=False) as bar:
+            task = bar.add_task("Prompts", total=left, rate="")
+            tokens = 0
+            while left:
+                for output in self._core.step():
+                    state = states.get(output.request_id)
+                    if state is None:
+                        continue
+                    update, stop = state.take(output)
+                    if stop:
+                        self._core.stop_sequence(output.request_id, output.index)
+                    if update is None:
+                        continue
+                    tokens += len(update.token_ids)
+                    if update.finished and state.finished:
+                        left -= 1
+                        elapsed = bar.tasks[task].elapsed or 0.0
+                        rate = f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else ""
+                        bar.update(task, advance=1, rate=rate)
