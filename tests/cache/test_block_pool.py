@@ -55,7 +55,7 @@ def test_no_token_at_all_matches_nothing() -> None:
 
 @pytest.mark.parametrize("boundary", [16, 304])
 def test_bonus_that_lands_on_a_boundary_does_not_complete_the_block(boundary: int) -> None:
-    """A verify step commits drafts up to position boundary - 2, and at boundary - 1 a bonus no row forwarded."""
+    """A verify step commits drafts up to position boundary - 2, and behind them a bonus no row forwarded."""
     block_size = 16
     pool = BlockPool(32, block_size)
     tokens = list(range(boundary))
@@ -194,7 +194,7 @@ def test_a_copy_given_back_first_leaves_the_registered_block() -> None:
 
 
 def test_recomputed_blocks_replace_copies_that_nobody_holds() -> None:
-    """Prompt logprobs skip the match. The new blocks take over, or their children could outlive their parents."""
+    """Prompt logprobs skip the match. The new blocks take over, or children could outlive their parents."""
     pool = BlockPool(4, P)
     forwarded(pool, range(8)).release()
     blocks = forwarded(pool, range(12), match=False)

@@ -35,7 +35,8 @@ Text = tuple[
 MAX_DEPTH = 2  # reservations in flight
 SALTS = (b"", b"other")
 picks = st.integers(0, 1 << 16)
-token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+suffixes = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+salts = st.sampled_from((*[SALTS[0]] * 3, SALTS[1]))
 
 
 class Router:
@@ -89,8 +90,8 @@ class CacheLives(RuleBasedStateMachine):
     pool: BlockPool
 
     @initialize(
-        num_blocks=st.integers(2, 14),
-        block_size=st.sampled_from((1, 2, 4)),
+        num_blocks=st.sampled_from((8, 12, 16, 24, 4)),
+        block_size=st.sampled_from((2, 4, 1)),
         enable_caching=st.sampled_from((True, True, False)),
     )
     def build(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
@@ -102,7 +103,7 @@ class CacheLives(RuleBasedStateMachine):
         self.memory: dict[tuple[int, int], Text] = {}
         self.waiting: list[Life] = []
         self.running: list[Life] = []
-        self.texts: list[list[int]] = [[]]  # to continue from: shared prefixes
+        self.texts = [[0] * 12, [0, 1] * 6]  # shared prefixes; conversations that finished join them
 
     # ---- the device ----
 
@@ -125,10 +126,30 @@ class CacheLives(RuleBasedStateMachine):
 
     # ---- lives ----
 
-    @rule(pick=picks, suffix=token_lists, salt=st.sampled_from((*[SALTS[0]] * 3, SALTS[1])))
-    def arrive(self, pick: int, suffix: list[int], salt: bytes) -> None:
-        tokens = self.texts[pick % len(self.texts)] + suffix
+    @rule(pick=picks, keep=st.integers(0, 16), suffix=suffixes, salt=salts)
+    def arrive(self, pick: int, keep: int, suffix: list[int], salt: bytes) -> None:
+        tokens = self.texts[pick % len(self.texts)][:keep] + suffix
         self.waiting.append(Life(salt, tokens, SequenceBlocks(self.pool, salt=salt)))
+
+    @rule(
+        pick=picks,
+        keep=st.integers(4, 16),
+        suffix=suffixes,
+        salt=salts,
+        match=st.booleans(),
+        leave=st.booleans(),
+    )
+    def arrive_and_prefill(
+        self, pick: int, keep: int, suffix: list[int], salt: bytes, match: bool, leave: bool
+    ) -> None:
+        """A short cut through several rules, so that most of a random life meets a filled cache."""
+        self.arrive(pick, keep, suffix, salt)
+        life = self.waiting[-1]
+        self.admit(len(self.waiting) - 1, match, len(life.tokens))
+        if life.in_flight:
+            self.settle_oldest(life)
+        if leave:
+            self.finish(len(self.running) - 1, 0)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
@@ -169,11 +190,13 @@ class CacheLives(RuleBasedStateMachine):
         rows=st.integers(1, 8),
         accepted=st.integers(0, 8),
         sampled=st.lists(st.integers(0, 1), min_size=9, max_size=9),
+        ahead=st.booleans(),
     )
-    def step(self, pick: int, rows: int, accepted: int, sampled: list[int]) -> None:
+    def step(self, pick: int, rows: int, accepted: int, sampled: list[int], ahead: bool) -> None:
         life = self.running[pick % len(self.running)]
-        if len(life.in_flight) < MAX_DEPTH:
-            self.launch(life, rows, accepted, sampled)
+        for _ in range(1 + ahead):
+            if len(life.in_flight) < MAX_DEPTH:
+                self.launch(life, rows, accepted, sampled)
 
     def launch(self, life: Life, rows: int, accepted: int, sampled: list[int]) -> bool:
         """A prefill chunk while there is one left, else a span whose first ``accepted`` drafts are right."""
@@ -203,7 +226,9 @@ class CacheLives(RuleBasedStateMachine):
     @rule(pick=picks)
     def settle(self, pick: int) -> None:
         busy = [life for life in self.running if life.in_flight]
-        life = busy[pick % len(busy)]
+        self.settle_oldest(busy[pick % len(busy)])
+
+    def settle_oldest(self, life: Life) -> None:
         rows, stand, added = life.in_flight.popleft()
         life.tokens += added
         life.blocks.commit(rows, stand, life.tokens)
@@ -263,8 +288,17 @@ class CacheLives(RuleBasedStateMachine):
         life.blocks.release()
         self.waiting.append(Life(life.salt, life.tokens, SequenceBlocks(self.pool, salt=life.salt)))
 
-    @rule()
-    def reset(self) -> None:
+    @precondition(lambda self: len(self.running) > 3)
+    @rule(keep=st.integers(0, 8))
+    def drain(self, keep: int) -> None:
+        """Everyone finishes: room for newcomers, and a cache full of what they said."""
+        while self.running:
+            self.finish(0, keep)
+
+    @rule(chance=st.integers(0, 9))
+    def reset(self, chance: int) -> None:
+        if chance != 7:  # seldom: it ends what makes a life interesting
+            return
         in_use = any(life.blocks.ids for life in self.running)
         assert self.pool.reset() == (not in_use)
 
@@ -326,7 +360,7 @@ def live(max_examples: int, steps: int = 40, **options: Any) -> None:
 
 
 def test_random_lives() -> None:
-    live(max_examples=150)
+    live(max_examples=300)
 
 
 # ---- wrong caches ----
