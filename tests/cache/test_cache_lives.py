@@ -35,6 +35,7 @@ Text = tuple[
 MAX_DEPTH = 2  # reservations in flight
 SALTS = (b"", b"other")
 picks = st.integers(0, 1 << 16)
+bits = st.lists(st.integers(0, 1), min_size=9, max_size=9)
 suffixes = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 salts = st.sampled_from((*[SALTS[0]] * 3, SALTS[1]))
 
@@ -187,16 +188,16 @@ class CacheLives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(
         pick=picks,
-        rows=st.integers(1, 8),
-        accepted=st.integers(0, 8),
-        sampled=st.lists(st.integers(0, 1), min_size=9, max_size=9),
-        ahead=st.booleans(),
+        spans=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), bits), min_size=1, max_size=4),
     )
-    def step(self, pick: int, rows: int, accepted: int, sampled: list[int], ahead: bool) -> None:
+    def step(self, pick: int, spans: list[tuple[int, int, list[int]]]) -> None:
+        """Launch a step ahead of what was heard, as the engine does; short of memory, somebody else yields."""
         life = self.running[pick % len(self.running)]
-        for _ in range(1 + ahead):
-            if len(life.in_flight) < MAX_DEPTH:
-                self.launch(life, rows, accepted, sampled)
+        for rows, accepted, sampled in spans:
+            if len(life.in_flight) == MAX_DEPTH:
+                self.settle_oldest(life)
+            if not self.launch(life, rows, accepted, sampled) and self.running[-1] is not life:
+                self.preempt(len(self.running) - 1)
 
     def launch(self, life: Life, rows: int, accepted: int, sampled: list[int]) -> bool:
         """A prefill chunk while there is one left, else a span whose first ``accepted`` drafts are right."""
