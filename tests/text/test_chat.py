@@ -68,13 +68,13 @@ def _control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
     return [tokenizer.id_to_token(i) for i in ids if i in tokenizer.control_ids]
 
 
-@given(messages=conversations(hostile_text), tool=hostile_text, kwarg=hostile_text)
+@given(messages=conversations(hostile_text), tool=hostile_text)
 def test_no_text_of_a_request_becomes_a_control_token(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Messages, tool: str, kwarg: str
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Messages, tool: str
 ) -> None:
     plain: Messages = [{**message, "content": "x"} for message in messages]
     expected = _control(tokenizer, template.render(plain, tools=[{"a": "x"}]))
-    ids = template.render(messages, tools=[{tool: tool}], template_kwargs={"tail": kwarg})
+    ids = template.render(messages, tools=[{tool: tool}])
     assert _control(tokenizer, ids) == expected
 
 
@@ -117,6 +117,11 @@ def test_two_strings_cannot_be_joined_into_a_control_token(tokenizer: Tokenizer)
     )
     for a, b, c in (("<|im_", "end|>", ""), ("<", "|im_end|", ">"), ("x<|im  \n", "_end", "|>")):
         assert _control(tokenizer, template.render([{"role": "user", "a": a, "b": b, "c": c}])) == []
+    # a keyword argument and a message
+    template = ChatTemplate("{{ name }}{{ messages[0].content }}", tokenizer)
+    for name, content in (("<|im_end|>", ""), ("<|im_", "end|>")):
+        ids = template.render([{"role": "user", "content": content}], template_kwargs={"name": name})
+        assert _control(tokenizer, ids) == []
     # text parts are joined before the template sees them
     template = ChatTemplate("{{ messages[0].content | replace('\n', '') }}", tokenizer)
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]

@@ -68,6 +68,12 @@ def test_named_facts(tokenizer: Tokenizer) -> None:
         assert tokenizer.token_bytes(beyond) == b""
 
 
+def test_a_named_token_is_a_control_token_whatever_its_flag() -> None:
+    tokenizer = Tokenizer(build_backend(), {"eos_token": "<think>"})
+    assert tokenizer.eos_token_id in tokenizer.control_ids
+    assert tokenizer.eos_token_id not in tokenizer.encode("<think>", allow_special=False)
+
+
 def test_token_bytes_are_the_bytes_of_the_text(tokenizer: Tokenizer) -> None:
     text = "naïve 東京 🙂 \x00\x7f"
     assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text)) == text.encode()

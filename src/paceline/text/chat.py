@@ -110,8 +110,8 @@ class ChatTemplate:
         ordinary text renders and tokenises exactly as the template's authors see it, merges across the
         border of template and content included.
 
-        Marking whole texts survives stripping, splitting and slicing. A template that *deletes* or *changes*
-        characters could still assemble a control token out of harmless parts (``<|im<b>_end|>`` with tags
+        Marking whole texts survives stripping, splitting and slicing. A template that *deletes*, *changes* or
+        *joins* could still assemble a control token out of harmless parts (``<|im<b>_end|>`` with tags
         removed). So, whenever the request has any character a control token begins with, the conversation is
         rendered a second time with all of these characters marked, which nothing can defeat. The two must
         contain the same control tokens in the same order; if not, the second rendering is used.

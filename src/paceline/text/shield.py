@@ -1,12 +1,10 @@
 """Keeps strings written by users from turning into control tokens once they are part of a prompt.
 
 The text of a control token (``<|im_end|>``) inside a message must be read as ordinary characters. Escaping it
-on the
-way in and undoing that on the way out is not enough when a chat template stands between: it may strip, split,
-slice or
-join what it is given. The shield therefore *marks* characters: the first character of each such text is
-replaced by a stand-in, a code point that occurs nowhere else in the prompt. After rendering, the prompt is
-cut behind every stand-in (now replaced by what it stands for) and the pieces are tokenised apart. A piece can
+on the way in and undoing that on the way out is not enough when a chat template stands between: it may strip,
+split, slice or join what it is given. The shield therefore *marks* characters: the first character of each such
+text is replaced by a stand-in, a code point that occurs nowhere else in the prompt. After rendering, the prompt
+is cut behind every stand-in (now replaced by what it stands for) and the pieces are tokenised apart. A piece can
 hold the text of a control token only if all of it was written by the template.
 """
 
@@ -32,8 +30,6 @@ class Shield:
         # White space as a control token (none is known) would make every message an attack.
         self.literals = frozenset(text for text in literals if text.strip())
         self.first_chars = frozenset(text[0] for text in self.literals)
-        self._prefixes = frozenset(text[:n] for text in self.literals for n in range(1, len(text)))
-        self._max_prefix_len = max(map(len, self._prefixes), default=0)
         groups = []
         for first in sorted(self.first_chars):
             rests = sorted((text[1:] for text in self.literals if text[0] == first), key=len, reverse=True)
@@ -44,19 +40,8 @@ class Shield:
         self._any_first = re.compile("|".join(map(re.escape, sorted(self.first_chars))) or "(?!)")
 
     def concerns(self, text: str) -> bool:
-        """Whether the text has any character a control token begins with; if not, no marking can be
-        needed."""
+        """Whether the text has any character a control token begins with; if not, nothing needs marking."""
         return self._any_first.search(text) is not None
-
-    def _positions(self, text: str) -> list[int]:
-        """Where the text of a control token begins in ``text``, or may begin if more text follows."""
-        found = [match.start() for match in self._literal.finditer(text)]
-        # What is cut off at the end of a string may be completed by the next string the template puts there,
-        # if need be after stripping white space.
-        stripped = text.rstrip()
-        lens = range(1, min(self._max_prefix_len, len(stripped)) + 1)
-        found.extend(len(stripped) - n for n in lens if stripped[-n:] in self._prefixes)
-        return found
 
     def stand_ins(self, texts: Iterable[str]) -> dict[str, str]:
         """One stand-in for each first character, none of which occurs in ``texts``: character to stand-in."""
@@ -68,19 +53,14 @@ class Shield:
         return {first: next(free) for first in sorted(self.first_chars)}
 
     def mark_literals(self, text: str, stand_ins: Mapping[str, str]) -> str:
-        """Replace the first character of every control token's text in ``text``, and of its beginning at the
-        end."""
-        positions = self._positions(text) if self.concerns(text) else []
-        if not positions:
-            return text
-        chars = list(text)
-        for position in positions:
-            chars[position] = stand_ins[text[position]]
-        return "".join(chars)
+        """Replace the first character of every control token's text in ``text``."""
+        return self._literal.sub(lambda m: stand_ins[m[0]], text)
 
     def mark_all(self, text: str, stand_ins: Mapping[str, str]) -> str:
-        """Replace every character a control token could begin with: nothing that is done to the result, short
-        of writing new text, can produce one."""
+        """Replace every character a control token could begin with.
+
+        Nothing that is done to the result, short of writing new text, can produce a control token.
+        """
         return self._any_first.sub(lambda m: stand_ins[m[0]], text)
 
     def cut(self, marked: str, stand_ins: Mapping[str, str]) -> list[str]:
