@@ -93,8 +93,8 @@ def test_compiles_into_one_graph() -> None:
 def test_initialisation() -> None:
     model = new_model(tie_word_embeddings=True, attention_bias=True, vocab_size=2048)
     assert model.lm_head.weight is model.embed_tokens.weight
-    assert abs(float(model.embed_tokens.weight.std()) - 0.02) < 5e-4
+    assert abs(model.embed_tokens.weight.std().item() - 0.02) < 5e-4
     layer = model.decoder_layers()[0]
     assert layer.self_attn.q_norm.weight.eq(1).all()
     assert layer.self_attn.qkv_proj.bias.eq(0).all()
-    assert abs(float(layer.mlp.down_proj.weight.std()) - 0.02) < 2e-3
+    assert abs(layer.mlp.down_proj.weight.std().item() - 0.02) < 2e-3

@@ -37,6 +37,9 @@ _READABLE: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # safetensors name
 def resolve_folder(name_or_path: str | Path, *, revision: str | None = None) -> Path:
     """The local folder of a checkpoint; a hub name is downloaded (or taken from the hub's local cache).
 
+    Args:
+        revision: branch, tag or commit on the hub; ignored for a local folder.
+
     Raises:
         CheckpointError: no such folder, and it is not a hub name or the hub cannot be reached.
     """
