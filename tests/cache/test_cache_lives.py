@@ -191,7 +191,7 @@ class CacheLives(RuleBasedStateMachine):
         spans=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), bits), min_size=1, max_size=4),
     )
     def step(self, pick: int, spans: list[tuple[int, int, list[int]]]) -> None:
-        """Launch a step ahead of what was heard, as the engine does; short of memory, somebody else yields."""
+        """Launch a step ahead of what was heard, as the engine does; short of memory, somebody yields."""
         life = self.running[pick % len(self.running)]
         for rows, accepted, sampled in spans:
             if len(life.in_flight) == MAX_DEPTH:

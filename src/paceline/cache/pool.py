@@ -143,18 +143,20 @@ class BlockPool:
         found: list[int] = []
         if not self.enable_caching:
             return found
-        index, lineages = self._index, self._lineages
+        index, lineages, hashes, parent = self._index, self._lineages, chain.hashes, chain.root
         for i in range((len(tokens) - 1) // self.block_size):
-            chain.extend(tokens, i + 1)  # hashes up to the first miss, not the whole prompt
-            block = index.get(chain.hashes[i])
+            if i == len(hashes):  # hash up to the first miss, not the whole prompt
+                chain.extend(tokens, i + 1)
+            block = index.get(hashes[i])
             if block is None:
                 break
             # 128 keyed bits collide neither by chance nor on purpose, but comparing the tokens is cheaper
             # than having to believe that.
             lineage = lineages[block]
-            if lineage is None or lineage.packed != chain.packed[i] or lineage.parent != chain.parent(i):
+            if lineage is None or lineage.packed != chain.packed[i] or lineage.parent != parent:
                 break
             found.append(block)
+            parent = hashes[i]
         return found
 
     def count_free(self, ids: Sequence[int]) -> int:

@@ -61,8 +61,9 @@ class SequenceBlocks:
             InvariantError: the sequence already holds blocks, or was released.
         """
         self._require_empty("match")
+        known = len(self.chain.hashes)
         found = self._pool.find(self.chain, tokens)
-        self.chain.verify(tokens, 0, len(found))
+        self.chain.verify(tokens, 0, min(known, len(found)))  # those hashed when it was asked about before
         self._adopt(found)
         self._pool.num_queried_tokens += len(tokens) if self._pool.enable_caching else 0
         self._pool.num_hit_tokens += self.computed
