@@ -23,6 +23,7 @@ from paceline.sampling.state import (
     IntArray,
     SamplingFeatures,
     SamplingState,
+    parts,
     upload,
 )
 
@@ -59,7 +60,8 @@ def process(logits: Tensor, rows: SampleRows, state: SamplingState, features: Sa
     if len(features.bias):
         _add_bias(logits, state, features)
     if len(features.penalty):
-        _penalise(logits, rows, state, features)
+        for members in parts(features.penalty, logits):
+            _penalise(logits, rows, state, members)
 
 
 def _mask_allowed(logits: Tensor, state: SamplingState, features: SamplingFeatures) -> None:
@@ -125,9 +127,9 @@ def _add_bias(logits: Tensor, state: SamplingState, features: SamplingFeatures) 
     logits.view(-1).index_add_(0, upload(flat, logits.device, torch.int64), values)  # each index once
 
 
-def _penalise(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> None:
+def _penalise(logits: Tensor, rows: SampleRows, state: SamplingState, members: IntArray) -> None:
     V = logits.shape[1]
-    picked = upload(features.penalty, logits.device, torch.int64)
+    picked = upload(members, logits.device, torch.int64)
     slots, positions = rows.slots[picked], rows.positions[picked]
     floats, prompt_len = state.floats[slots].float(), state.ints[slots, PROMPT_LEN]
     length = min(rows.max_len, rows.tokens.shape[1])
@@ -136,7 +138,7 @@ def _penalise(logits: Tensor, rows: SampleRows, state: SamplingState, features: 
     output = valid & (index >= prompt_len[:, None])
     # Anything may stand after the row: such entries point at token 0 with weight 0.
     tokens = torch.where(valid, rows.tokens[:, :length][slots], 0).to(torch.int64)
-    counts = torch.zeros(len(features.penalty), V, device=logits.device)
+    counts = torch.zeros(len(members), V, device=logits.device)
     in_output = counts.scatter_add(1, tokens, output.float())
     seen = counts.scatter_add_(1, tokens, valid.float())
 

@@ -22,6 +22,7 @@ from paceline.sampling.state import (
     IntArray,
     SamplingFeatures,
     SamplingState,
+    parts,
     upload,
 )
 
@@ -99,7 +100,18 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, *, rows: IntArray | N
         num_top: how many of the most likely tokens to report.
         rows: [n] host array kept as ``LogprobTensors.rows``; 0 … n - 1 when not given.
     """
-    n, V = logits.shape
+    n = logits.shape[0]
+    pieces = [
+        _score(logits[p[0] : p[-1] + 1], token_ids[p[0] : p[-1] + 1], num_top)
+        for p in parts(np.arange(n), logits)
+    ]
+    ids, logprobs, ranks = (torch.cat(column) for column in zip(*pieces, strict=True))
+    return LogprobTensors(np.arange(n) if rows is None else rows, ids, logprobs, ranks)
+
+
+def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, log-probabilities and ranks as in ``LogprobTensors``."""
+    V = logits.shape[1]
     chosen = token_ids.to(torch.int64)[:, None]  # [n, 1]
     value = logits.gather(1, chosen)
     # Ranked by logit: rounding in log_softmax can make two different logits equal.
@@ -107,12 +119,8 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, *, rows: IntArray | N
     ids = chosen
     if num_top:
         ids = torch.cat([chosen, ordered_top(logits, min(num_top, V))[1].to(torch.int64)], dim=1)
-    return LogprobTensors(
-        rows=np.arange(n) if rows is None else rows,
-        token_ids=ids.to(torch.int32),
-        logprobs=logits.log_softmax(-1).gather(1, ids),
-        ranks=ahead.sum(-1, dtype=torch.int32) + 1,
-    )
+    logprobs = logits.log_softmax(-1).gather(1, ids)
+    return ids.to(torch.int32), logprobs, ahead.sum(-1, dtype=torch.int32) + 1
 
 
 @dataclass(frozen=True)
@@ -152,19 +160,19 @@ def _pick_cpu(logits: Tensor, rows: SampleRows, state: SamplingState, features: 
     if len(features.greedy):
         index = upload(features.greedy, logits.device, torch.int64)
         tokens.index_copy_(0, index, logits[index].argmax(-1).to(torch.int32))
-    if len(features.plain):
-        group = _group(features.plain, logits, rows, state)
+    for members in parts(features.plain, logits):
+        group = _group(members, logits, rows, state)
         masked = mask_min_p(group.logits, group.floats) if features.plain_min_p else group.logits
         scores = gumbel(group.keys, state.token_ids).add_(masked * group.inv_temperature)
         group.put(tokens, scores.argmax(-1))
-    if len(features.short):
-        group = _group(features.short, logits, rows, state)
+    for members in parts(features.short, logits):
+        group = _group(members, logits, rows, state)
         group.put(tokens, _draw_ordered(group, features.short_k))
-    if len(features.nucleus):
-        group = _group(features.nucleus, logits, rows, state)
+    for members in parts(features.nucleus, logits):
+        group = _group(members, logits, rows, state)
         group.put(tokens, _draw_nucleus(group))
-    if len(features.large):
-        group = _group(features.large, logits, rows, state)
+    for members in parts(features.large, logits):
+        group = _group(members, logits, rows, state)
         group.put(tokens, _draw_ordered(group, logits.shape[1]))
     return tokens
 

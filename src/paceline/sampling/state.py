@@ -112,6 +112,19 @@ SHORT_K = 1024
 """A top_k up to here is served from the row's ``top_k`` largest tokens; above, the row is sorted."""
 
 
+CPU_PART_BYTES = 2**18
+"""On the CPU, rows are worked on in parts of about so many bytes of logits, so that temporaries stay in the
+cache: several times faster at 64 rows of 7,680 than all at once."""
+
+
+def parts(members: IntArray, logits: Tensor) -> list[IntArray]:
+    """Rows in pieces that are worked on together: all of them on an accelerator, a cache's worth on a CPU."""
+    if logits.device.type != "cpu":
+        return [members] if len(members) else []
+    size = max(CPU_PART_BYTES // (4 * logits.shape[1]), 1)
+    return [members[i : i + size] for i in range(0, len(members), size)]
+
+
 def upload(array: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Host array to device tensor without waiting for the device."""
     host = torch.as_tensor(array, dtype=dtype)
