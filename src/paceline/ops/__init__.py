@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.ops import reference
+from paceline.ops import reference, reference_attention
 from paceline.ops.layout import RowLayout
 
 __all__ = ["RowLayout", "add_rms_norm", "paged_attention", "qk_norm_rope_write", "rms_norm", "silu_mul"]
@@ -62,8 +62,8 @@ def qk_norm_rope_write(
     Args:
         qkv: [R, (H + 2 KV) * D], contiguous: query heads, then key heads, then value heads.
         q_norm, k_norm: [D], RMS norm weights shared by all heads.
-        cos_sin: [max_position, D] fp32: cosines of the D/2 angles, then sines, an attention factor multiplied in.
-            Pairs are (i, i + D/2), as in Hugging Face's rotate_half.
+        cos_sin: [max_position, D] fp32: cosines of the D/2 angles, then sines; an attention factor, if
+            any, is multiplied in. Pairs are (i, i + D/2), as in Hugging Face's rotate_half.
         positions: [R] int32.
         kv_slots: [R] int64, ``block * P + offset``; rows with a negative slot are not written.
         k_cache, v_cache: [num_blocks, P, KV, D] contiguous, written in place.
@@ -94,4 +94,4 @@ def paged_attention(
     Returns:
         [R, H, D] in q's dtype; padding rows (from ``row_start[B]`` on) hold unspecified values.
     """
-    return reference.paged_attention(q, k_cache, v_cache, layout, scale, window)
+    return reference_attention.paged_attention(q, k_cache, v_cache, layout, scale, window)

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from paceline.ops.reference import SequencePlan
+    from paceline.ops.reference_attention import AttentionGroup
 
 
 @dataclass(eq=False)
 class RowLayout:
     """The rows of one step, ordered by sequence: R rows of B sequences, S slots, M blocks per slot.
 
-    Row ``i`` of sequence ``b`` is row ``row_start[b] + i`` and stands at position ``num_computed[slots[b]] + i``.
-    It attends to every position up to its own, itself included, through the block table of its slot.
+    Row ``i`` of sequence ``b`` is row ``row_start[b] + i`` and stands at ``num_computed[slots[b]] + i``. It
+    attends to every position up to its own, itself included, through the block table of its slot.
 
     Kernels read lengths and block ids from the device tensors alone; the host fields only size grids. Work is
     handed out in tiles of a fixed number of rows: tile ``t`` belongs to the last sequence ``b`` with
-    ``row_start[b] // tile_rows + b <= t``, which a kernel finds by bisection (or at once, ``b = t``, when every
-    one of ``host_rows`` fits into one tile). So a layout carries no tile tables, and a grid depends on R, B and
-    the largest of ``host_rows`` alone: a captured step may have its tensors rewritten as long as these bounds
-    hold. A sequence with zero rows is legal; rows from ``row_start[B]`` on are padding whose outputs are
-    unspecified.
+    ``row_start[b] // tile_rows + b <= t``, which a kernel finds by bisection (or at once, ``b = t``, when
+    each of ``host_rows`` fits into one tile). So a layout carries no tile tables, and a grid depends on R,
+    B and the largest of ``host_rows`` alone: a captured step may have its tensors rewritten as long as
+    these bounds hold. A sequence with zero rows is legal; rows from ``row_start[B]`` on are padding: their
+    outputs are unspecified.
 
-    A layout describes one step. On CPU the reference attention keeps what it derived from the layout's values in
-    ``plans``, shared by all layers: build a new layout for each step there.
+    A layout describes one step. On CPU the reference attention keeps what it computed from the layout's
+    values in ``derived``, for all layers to share: build a new layout for each step.
 
     Attributes:
         slots: [B] int32, slot of each sequence.
@@ -39,7 +39,7 @@ class RowLayout:
         num_computed: [S] int32, slot-indexed, as it was before this step.
         host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
         host_max_context: an upper bound of the largest position + 1.
-        plans: the reference's derived values, by window; not an input.
+        derived: the reference's groups, by window; not an input.
     """
 
     slots: Tensor
@@ -51,4 +51,4 @@ class RowLayout:
     num_computed: Tensor
     host_rows: tuple[int, ...]
     host_max_context: int
-    plans: dict[int | None, list[SequencePlan]] = field(default_factory=dict, init=False, repr=False)
+    derived: dict[int | None, list[AttentionGroup]] = field(default_factory=dict, init=False, repr=False)
