@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,9 +18,11 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Everything an engine is started with. Crosses the process border as JSON, so it holds plain values only.
+    """Everything an engine is started with. Crosses the process border as JSON, so it holds plain values
+    only.
 
-    ``None`` means "derived when the engine starts", from the checkpoint or the device; the derived values are logged.
+    ``None`` means "derived when the engine starts", from the checkpoint or the device; the derived values are
+    logged.
     """
 
     model: str | None = None
@@ -52,7 +54,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     max_logprobs: int = 20
     """Most alternatives a request may ask for per position."""
     seed: int = 0
-    """Seed of requests that name none. Each request's own seed is derived from it and the request's number."""
+    """Seed of requests that name none. Each request's own seed is derived from it and the request's
+    number.
+    """
     show_progress: bool = False
     """Draw a progress bar on standard error while weights are read."""
     threads: int | None = None
@@ -67,12 +71,26 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1], for example 0.9."
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1], for "
+                "example 0.9."
             )
         if not 0 <= self.max_logprobs <= 1000:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must lie in 0..1000.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must lie in 0..2**63 - 1.")
+
+    @classmethod
+    def of(cls, **fields: Any) -> EngineConfig:
+        """Options from untyped values, checked.
+
+        Raises:
+            ConfigError: an unknown option, or a value of the wrong type or out of range.
+        """
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            known = ", ".join(sorted(cls.__struct_fields__))
+            raise ConfigError(f"Engine options: {error}. The options are {known}.") from error
 
     @property
     def model_path(self) -> str:

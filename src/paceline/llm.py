@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
 from paceline.engine.frontend import Frontend, Prompt, RequestState
 from paceline.engine.messages import EngineStats
-from paceline.engine.outputs import RequestOutput
-from paceline.errors import ConfigError, PacelineError, RequestError
+from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.errors import PacelineError, RequestError
 from paceline.sampling.params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -25,7 +26,8 @@ class LLM:
     Args:
         model: checkpoint folder or hub name; None serves the bundled model.
         skip_tokenizer_init: work with token ids alone.
-        generation_config: ``auto`` applies the checkpoint's sampling defaults where a call names none; ``none`` does not.
+        generation_config: ``auto`` applies the checkpoint's sampling defaults where a call names none;
+            ``none`` does not.
         chat_template: path or text of a template that replaces the checkpoint's.
         **options: any field of :class:`paceline.EngineConfig`.
 
@@ -42,11 +44,7 @@ class LLM:
         chat_template: str | None = None,
         **options: Any,
     ) -> None:
-        unknown = sorted(set(options) - set(EngineConfig.__struct_fields__))
-        if unknown:
-            known = ", ".join(sorted(EngineConfig.__struct_fields__))
-            raise ConfigError(f"LLM has no option {', '.join(map(repr, unknown))}. Options: {known}.")
-        self._core = make_core(EngineConfig(model=None if model is None else str(model), **options))
+        self._core = make_core(EngineConfig.of(model=None if model is None else str(model), **options))
         self._frontend = Frontend(
             self._core.info,
             skip_tokenizer_init=skip_tokenizer_init,
@@ -55,9 +53,14 @@ class LLM:
         )
         self._ids = itertools.count()
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters used when a call gives none: the checkpoint's defaults."""
-        return self._frontend.default_params()
+    def make_sampling_params(self, **given: Any) -> SamplingParams:
+        """Sampling parameters with the checkpoint's defaults under what is given; with nothing given, a
+        call's defaults.
+
+        Raises:
+            RequestError: a parameter of the wrong type.
+        """
+        return self._frontend.default_params(**given)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -136,6 +139,29 @@ class LLM:
             return [items]  # one prompt of token ids
         return items
 
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Generate one request and yield what is new after every step.
+
+        Args:
+            prompt: a prompt as in :meth:`generate`, or a conversation as in :meth:`chat`.
+            sampling_params: None takes the defaults.
+
+        Raises:
+            RequestError: refused. Closing the iterator aborts the request.
+        """
+        if not isinstance(prompt, str | Mapping) and prompt and isinstance(prompt[0], Mapping):
+            ids, text = self._frontend.render_chat(cast(Sequence[Message], prompt)), None
+        else:
+            ids, text = self._frontend.tokenize(cast(Prompt, prompt))
+        states = self._submit([(ids, text)], [sampling_params or self._frontend.default_params()], [0])
+        try:
+            for state, update in self._updates(states):
+                yield state.output([update])
+        finally:
+            self._core.abort(list(states))
+
     def _run(
         self,
         prompts: list[tuple[list[int], str | None]],
@@ -147,50 +173,66 @@ class LLM:
             params = [sampling_params or self._frontend.default_params()] * len(prompts)
         else:
             params = list(sampling_params)
-        for name, given in (("sampling_params", params), ("priority", priority)):
-            if given is not None and len(given) != len(prompts):
-                raise RequestError(f"{len(given)} {name} for {len(prompts)} prompts; give one, or one each.")
-        states: dict[str, RequestState] = {}
-        try:
-            for i, ((ids, text), chosen) in enumerate(zip(prompts, params, strict=True)):
-                state = self._frontend.prepare(
-                    f"llm-{next(self._ids)}",
-                    ids,
-                    chosen,
-                    prompt=text,
-                    priority=0 if priority is None else priority[i],
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        for name, count in (("sampling_params", len(params)), ("priority", len(priorities))):
+            if count != len(prompts):
+                raise RequestError(
+                    f"{count} {name} for {len(prompts)} prompts; give one for all, or one each."
                 )
-                states[state.request.request_id] = state
-                self._core.add(state.request)
+        states = self._submit(prompts, params, priorities)
+        try:
             self._drive(states, use_tqdm)
-        except BaseException:
-            self._core.abort(list(states))  # a refused prompt or Ctrl-C leaves nothing behind
-            raise
-        for state in states.values():
-            if state.error is not None:
-                raise PacelineError(f"Request {state.request.request_id} failed: {state.error}")
+        finally:
+            self._core.abort(
+                list(states)
+            )  # after Ctrl-C nothing may be left behind; else there is nothing to abort
         return [state.output(state.outputs) for state in states.values()]
 
+    def _submit(
+        self,
+        prompts: Sequence[tuple[list[int], str | None]],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+    ) -> dict[str, RequestState]:
+        """Queue requests: all, or none if one is refused."""
+        states: dict[str, RequestState] = {}
+        try:
+            for (ids, text), chosen, priority in zip(prompts, params, priorities, strict=True):
+                state = self._frontend.prepare(
+                    f"llm-{next(self._ids)}", ids, chosen, prompt=text, priority=priority
+                )
+                self._core.add(state.request)
+                states[state.request.request_id] = state
+        except BaseException:
+            self._core.abort(list(states))
+            raise
+        return states
+
+    def _updates(self, states: Mapping[str, RequestState]) -> Iterator[tuple[RequestState, CompletionOutput]]:
+        """Step until every request has ended, yielding what is new."""
+        while not all(state.finished for state in states.values()):
+            for output in self._core.step():
+                state = states.get(output.request_id)
+                if state is None:
+                    continue
+                update, stop = state.take(output)
+                if stop:
+                    self._core.stop_sequence(output.request_id, output.index)
+                if state.error is not None:
+                    raise PacelineError(f"Request {output.request_id} failed: {state.error}")
+                if update is not None:
+                    yield state, update
+
     def _drive(self, states: Mapping[str, RequestState], show: bool) -> None:
-        """Step until every request has ended."""
+        """Run to the end with a progress bar."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        left = sum(not state.finished for state in states.values())
-        with Progress(*columns, TextColumn("{task.fields[rate]}"), disable=not show, transient=False) as bar:
-            task = bar.add_task("Prompts", total=left, rate="")
+        with Progress(
+            *columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True), disable=not show
+        ) as bar:
+            task = bar.add_task("Prompts", total=len(states), rate="")
             tokens = 0
-            while left:
-                for output in self._core.step():
-                    state = states.get(output.request_id)
-                    if state is None:
-                        continue
-                    update, stop = state.take(output)
-                    if stop:
-                        self._core.stop_sequence(output.request_id, output.index)
-                    if update is None:
-                        continue
-                    tokens += len(update.token_ids)
-                    if update.finished and state.finished:
-                        left -= 1
-                        elapsed = bar.tasks[task].elapsed or 0.0
-                        rate = f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else ""
-                        bar.update(task, advance=1, rate=rate)
+            for state, update in self._updates(states):
+                tokens += len(update.token_ids)
+                if update.finished and state.finished:
+                    elapsed = bar.tasks[task].elapsed or 0.0
+                    bar.update(task, advance=1, rate=f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections import defaultdict
@@ -52,7 +53,9 @@ def make_core(
     return EngineCore(device, pool, info, max_num_batched_tokens=budget, lookahead=lookahead), device
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 8, priority: int = 0, **params: object) -> EngineRequest:
+def request(
+    name: str, prompt: list[int], max_tokens: int = 8, priority: int = 0, **params: object
+) -> EngineRequest:
     fields = {"ignore_eos": True, "seed": 7, **params}
     return EngineRequest(
         request_id=name,
@@ -191,7 +194,7 @@ def test_nobody_starves_behind_a_long_prompt() -> None:
     while core.has_work:
         if any(o.request_id == "chat" for o in core.step()):
             times.append(device.clock_s)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert max(gaps) <= 1.0 + 9 * 0.1 + 1e-9
 
 
@@ -236,7 +239,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_one_request_that_breaks_the_step_fails_alone(lookahead: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_request_that_breaks_the_step_fails_alone(
+    lookahead: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(plan: StepPlan) -> None:
         for span in plan.spans:
             slot = device.slots.get(span.slot)

@@ -1,9 +1,11 @@
-"""A device without a model: it obeys plans like the real one and checks that every row could have read the right K/V.
+"""A device without a model: it obeys plans like the real one and checks that every row could have read the
+right K/V.
 
-Each physical cache slot stores the lineage of the tokens it was computed from. A row first checks that all slots before it, read
-through the device's block table, hold the lineage of its own sequence: any mistake of the scheduler or the cache (a block
-reused too early, registered too soon, shared wrongly, missing from the table) surfaces as an error at the row that would
-have read it. The "model" draws the next token from a hash of (lineage, seed), so output is a function of prefix and seed alone.
+Each physical cache slot stores the lineage of the tokens it was computed from. A row first checks that all
+slots before it, read through the device's block table, hold the lineage of its own sequence: any mistake of
+the scheduler or the cache (a block reused too early, registered too soon, shared wrongly, missing from the
+table) surfaces as an error at the row that would have read it. The "model" draws the next token from a hash
+of (lineage, seed), so output is a function of prefix and seed alone.
 """
 
 from __future__ import annotations

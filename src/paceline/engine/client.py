@@ -1,7 +1,7 @@
 """The asynchronous engine: runs the engine in a process of its own and streams results from it.
 
-``AsyncEngine`` owns the process, its supervision and the request states of the text side. It is what the server uses, and what a
-Python program uses that wants streams.
+``AsyncEngine`` owns the process, its supervision and the request states of the text side. It is what the
+server uses, and what a Python program uses that wants streams.
 """
 
 from __future__ import annotations

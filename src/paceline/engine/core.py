@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one step at a time. No text, no sockets, no threads.
 
-``step`` plans, launches, and commits the oldest launched step. With ``lookahead`` 1 the device already runs the next step while
-the host commits the last one; with 0 (CPU) each step is committed at once.
+``step`` plans, launches, and commits the oldest launched step. With ``lookahead`` 1 the device already runs
+the next step while the host commits the last one; with 0 (CPU) each step is committed at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EngineCore:
             max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=info.vocab_size,
         )
-        self._runner = runner
+        self.runner = runner
         self._lookahead = lookahead
         self._seed = seed
         self._launched: deque[tuple[PlannedStep, PendingStep]] = deque()
@@ -123,10 +123,13 @@ class EngineCore:
         bad = next((t for t in prompt if not 0 <= t < info.vocab_size), None)
         if bad is not None:
             raise RequestError(
-                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.", param="prompt"
+                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.",
+                param="prompt",
             )
         if params.max_tokens is None:
-            raise RequestError("max_tokens must be resolved before a request reaches the engine.", param="max_tokens")
+            raise RequestError(
+                "max_tokens must be resolved before a request reaches the engine.", param="max_tokens"
+            )
         total = len(prompt) + params.max_tokens
         if total > info.max_model_len:
             raise ContextLengthError(
@@ -138,8 +141,10 @@ class EngineCore:
         blocks = -(-total // info.block_size)
         if blocks > info.num_blocks:
             raise ContextLengthError(
-                f"The request needs {blocks} K/V blocks of {info.block_size} tokens at its maximum context length of "
-                f"{total} tokens, but the whole cache has {info.num_blocks}. Shorten the prompt, lower max_tokens, or "
+                f"The request needs {blocks} K/V blocks of {info.block_size} tokens at its maximum context "
+                "length of "
+                f"{total} tokens, but the whole cache has {info.num_blocks}. Shorten the prompt, lower "
+                "max_tokens, or "
                 "start the engine with more K/V memory.",
                 param="max_tokens",
             )
@@ -192,18 +197,21 @@ class EngineCore:
 
     def _launch(self, planned: PlannedStep) -> PendingStep:
         try:
-            return self._runner.launch(planned.plan)
+            return self.runner.launch(planned.plan)
         except Exception:
-            # A launch changes a slot's lengths only as its very last act, so its spans can be launched again, one by one, and
-            # only the one at fault fails. What reached the device and failed there surfaces in result() and is fatal.
+            # A launch changes a slot's lengths only as its very last act, so its spans can be launched again,
+            # one by one, and only the one at fault fails. What reached the device and failed there surfaces
+            # in result() and is fatal.
             logger.exception("A step of %d sequences failed; running them one by one.", len(planned.entries))
         results: list[SpanResult] = []
         for plan in planned.plan.split():
             try:
-                results.extend(self._runner.launch(plan).result())
+                results.extend(self.runner.launch(plan).result())
             except Exception as error:
                 logger.exception("One request failed.")
-                results.append(SpanResult([], error=f"{type(error).__name__}: the step failed for this request."))
+                results.append(
+                    SpanResult([], error=f"{type(error).__name__}: the step failed for this request.")
+                )
         return _Done(results)
 
     def _output(self, progress: Progress) -> SequenceOutput:

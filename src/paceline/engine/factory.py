@@ -1,4 +1,6 @@
-"""From engine options to a running engine core. The only place where the engine meets the runtime, and so torch."""
+"""From engine options to a running engine core. The only place where the engine meets the runtime, and so
+torch.
+"""
 
 from __future__ import annotations
 

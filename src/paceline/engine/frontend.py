@@ -1,7 +1,9 @@
-"""The text side of the engine: prompts and messages to token ids, tokens back to text, stop strings, defaults.
+"""The text side of the engine: prompts and messages to token ids, tokens back to text, stop strings,
+defaults.
 
-Holds what a process that never sees the model needs: tokenizer, chat template, the checkpoint's sampling defaults, and one
-``RequestState`` per request. No torch, no I/O: :class:`paceline.LLM` and the server's client both drive it.
+Holds what a process that never sees the model needs: tokenizer, chat template, the checkpoint's sampling
+defaults, and one ``RequestState`` per request. No torch, no I/O: :class:`paceline.LLM` and the server's
+client both drive it.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class RequestState:
         """Add a step's tokens.
 
         Returns:
-            What is new (None when the continuation had already ended here), and whether the engine must be told to stop this
-            continuation because a stop string was found.
+            What is new (None when the continuation had already ended here), and whether the engine must be
+            told to stop this continuation because a stop string was found.
         """
         whole = self.outputs[output.index]
         if whole.finished:
@@ -193,7 +195,9 @@ class Frontend:
         if self.tokenizer is not None:
             self.chat_template = ChatTemplate.from_folder(info.folder, self.tokenizer, override=chat_template)
         elif chat_template is not None:
-            raise ConfigError("chat_template needs a tokenizer, but skip_tokenizer_init is set. Drop one of them.")
+            raise ConfigError(
+                "chat_template needs a tokenizer, but skip_tokenizer_init is set. Drop one of them."
+            )
 
     def default_params(self, **given: Any) -> SamplingParams:
         """Sampling parameters with the checkpoint's defaults under what was given explicitly.
@@ -241,17 +245,19 @@ class Frontend:
             keys = sorted(set(prompt) & {"prompt", "prompt_token_ids"})
             if len(prompt) != 1 or len(keys) != 1:
                 raise RequestError(
-                    f"A prompt dict must have exactly one key, 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}.",
+                    "A prompt dict must have exactly one key, 'prompt' or 'prompt_token_ids'; got "
+                    f"{sorted(prompt)}.",
                     param="prompt",
                 )
             prompt = prompt[keys[0]]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "The prompt is text, but the engine runs without a tokenizer. Pass token ids.", param="prompt"
+                    "The prompt is text, but the engine runs without a tokenizer. Pass token ids.",
+                    param="prompt",
                 )
             return self.tokenizer.encode(prompt), prompt
-        ids = list(prompt)
+        ids: list[Any] = list(prompt)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise RequestError("A prompt must be text or a list of integer token ids.", param="prompt")
         return ids, None
@@ -279,7 +285,8 @@ class Frontend:
         room = info.max_model_len - len(prompt_token_ids)
         if room < 1:
             raise ContextLengthError(
-                f"This model's maximum context length is {info.max_model_len} tokens. However, your prompt has "
+                f"This model's maximum context length is {info.max_model_len} tokens. However, your prompt "
+                "has "
                 f"{len(prompt_token_ids)} tokens, which leaves no room for output. Shorten the prompt.",
                 param="prompt",
             )
@@ -295,7 +302,8 @@ class Frontend:
         if (params.stop_strings or params.bad_words) and (self.tokenizer is None or not params.detokenize):
             name = "stop" if params.stop_strings else "bad_words"
             raise RequestError(
-                f"{name} needs text, but this request runs without a detokenizer. Use stop_token_ids or logit_bias.",
+                f"{name} needs text, but this request runs without a detokenizer. Use stop_token_ids or "
+                "logit_bias.",
                 param=name,
             )
         if params.bad_words and self.tokenizer is not None:

@@ -1,4 +1,6 @@
-"""What crosses the border between the text side and the engine: msgspec structs, in process or over a socket."""
+"""What crosses the border between the text side and the engine: msgspec structs, in process or over a
+socket.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     """Prompt tokens found there."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    finished: dict[str, int] = {}  # noqa: RUF012 -- msgspec copies mutable defaults
+    finished: dict[str, int] = {}
     """Continuations ended, by finish reason."""
     schedule_s: float = 0.0
     """Host seconds spent in the scheduler and the cache, summed over steps."""

@@ -1,4 +1,6 @@
-"""What a caller gets back: the shapes of vLLM's ``RequestOutput``, so code written for it reads the same here."""
+"""What a caller gets back: the shapes of vLLM's ``RequestOutput``, so code written for it reads the same
+here.
+"""
 
 from __future__ import annotations
 

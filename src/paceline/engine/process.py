@@ -1,7 +1,8 @@
 """The engine in a process of its own: ``python -m paceline.engine.process``.
 
-The parent passes the engine options as JSON on standard input and a path of a Unix socket; messages are msgspec structs in
-MessagePack, both ways (no pickle anywhere). The process ends when told to, and when its parent is gone.
+The parent passes the engine options as JSON on standard input and a path of a Unix socket; messages are
+msgspec structs in MessagePack, both ways (no pickle anywhere). The process ends when told to, and when its
+parent is gone.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class EngineLoop:
                 self.send([_refusal(message, str(error))])
             except Exception as error:
                 logger.exception("Request %s could not be queued.", message.request_id)
-                self.send([_refusal(message, f"{type(error).__name__}: the engine could not take the request.")])
+                self.send(
+                    [_refusal(message, f"{type(error).__name__}: the engine could not take the request.")]
+                )
         elif isinstance(message, AbortRequests):
             core.abort(message.request_ids)
         elif isinstance(message, StopSequence):
@@ -139,8 +142,10 @@ def main() -> int:
         gc.freeze()  # what lives now lives for good: keep the collector off it
         loop.run()
     except (ConfigError, CheckpointError) as error:
-        kind = "config" if isinstance(error, ConfigError) else "checkpoint"
-        socket.send(msgspec.msgpack.encode(OutputBatch(items=[EngineFailure(message=str(error), kind=kind)])))
+        failure = EngineFailure(
+            message=str(error), kind="config" if isinstance(error, ConfigError) else "checkpoint"
+        )
+        socket.send(msgspec.msgpack.encode(OutputBatch(items=[failure])))
         return 2
     except Exception as error:
         logger.exception("The engine stopped.")

@@ -1,19 +1,20 @@
 """The scheduler: which rows run in the next step. Pure logic; no torch, no clock, no I/O.
 
-One step mixes everything: decode rows, prefill chunks and first chunks of newly admitted sequences share one row budget.
-Rules, in order:
+One step mixes everything: decode rows, prefill chunks and first chunks of newly admitted sequences share one
+row budget. Rules, in order:
 
-1. Running sequences that decode get their rows first, the most important first, so that no prefill stalls a stream.
+1. Running sequences that decode get their rows first, the most important first, so that no prefill stalls a
+   stream.
 2. Running prefills continue with what is left of the budget.
-3. Waiting sequences are admitted in order of (priority, arrival) while slots, rows and blocks last. The first that does not
-   fit ends admission: nobody overtakes, so nobody starves.
+3. Waiting sequences are admitted in order of (priority, arrival) while slots, rows and blocks last. The first
+   that does not fit ends admission: nobody overtakes, so nobody starves.
 
-When a running sequence cannot get a block, the least important running sequence is preempted: it gives everything back and
-will be recomputed (mostly from the prefix cache). The most important sequence can preempt all others and admission refuses
-what the whole pool cannot hold, so every step makes progress.
+When a running sequence cannot get a block, the least important running sequence is preempted: it gives
+everything back and will be recomputed (mostly from the prefix cache). The most important sequence can preempt
+all others and admission refuses what the whole pool cannot hold, so every step makes progress.
 
-``plan`` may be called again before the previous plan was committed (see decision 001): rows in flight are counted through the
-blocks' reservations.
+``plan`` may be called again before the previous plan was committed (see decision 001): rows in flight are
+counted through the blocks' reservations.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Scheduler:
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """End sequences now, wherever they are, and give everything back exactly once.
 
-        Rows still in flight for them may be written later than this. They only touch blocks that were never registered, and
-        whoever gets those blocks next writes them in a later step of the same stream.
+        Rows still in flight for them may be written later than this. They only touch blocks that were never
+        registered, and whoever gets those blocks next writes them in a later step of the same stream.
         """
         dropped = False
         for sequence in sequences:
@@ -163,7 +164,9 @@ class Scheduler:
         return step
 
     def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
-        """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being made."""
+        """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being
+        made.
+        """
         kept = [i for i, entry in enumerate(step.entries) if entry.sequence is not victim]
         rows = sum(entry.span.rows for entry in step.entries if entry.sequence is victim)
         if rows:
@@ -185,7 +188,8 @@ class Scheduler:
             sequence = self._waiting[0][1]
             leader = sequence.leader
             if leader is not None and not self._prompt_ready(leader):
-                # Its prompt is being computed by its leader right now; sharing is cheaper than racing. It blocks nobody.
+                # Its prompt is being computed by its leader right now; sharing is cheaper than racing. It
+                # blocks nobody.
                 heapq.heappop(self._waiting)
                 held_back.append(sequence)
                 continue
@@ -217,7 +221,9 @@ class Scheduler:
         return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
 
     def _start(self, sequence: Sequence, budget: int) -> int:
-        """Take the cached prefix and the first chunk's blocks. Returns the chunk's rows, 0 if it does not fit now."""
+        """Take the cached prefix and the first chunk's blocks. Returns the chunk's rows, 0 if it does not fit
+        now.
+        """
         blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
         forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
         if self._wants_prompt_logprobs(sequence):
@@ -228,8 +234,9 @@ class Scheduler:
             cached = blocks.match_length(sequence.tokens)
         missing = len(sequence.tokens) - cached
         rows = min(missing, budget)
-        # A newcomer must find room for all its tokens and leave one block for each running sequence, or it would be preempted in
-        # its first steps. When nothing else runs there is nobody to make room for, and its first chunk is enough.
+        # A newcomer must find room for all its tokens and leave one block for each running sequence, or it
+        # would be preempted in its first steps. When nothing else runs there is nobody to make room for, and
+        # its first chunk is enough.
         wanted = missing if self._running else rows
         matched = 0 if forks or cached == 0 else blocks.admission_cost(sequence.tokens, 0)
         if -(-wanted // pool.block_size) + matched + len(self._running) > pool.num_free:
@@ -239,7 +246,9 @@ class Scheduler:
         elif not self._wants_prompt_logprobs(sequence):
             blocks.match(sequence.tokens)
         if blocks.computed != cached or blocks.reserve(rows) is None:
-            raise InvariantError(f"admission counted on {cached} cached tokens and {rows} rows; the pool disagrees")
+            raise InvariantError(
+                f"admission counted on {cached} cached tokens and {rows} rows; the pool disagrees"
+            )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = cached
         return rows
@@ -297,7 +306,7 @@ class Scheduler:
                 continue
             stale = sequence.tenancy != entry.tenancy
             if stale and self._wants_prompt_logprobs(sequence):
-                continue  # the prompt will be forwarded again; its logprobs and first token then come together
+                continue  # the prompt is forwarded again; its logprobs and first token come together
             tokens = self._truncate(sequence, result.tokens)
             sequence.tokens.extend(tokens)
             if not stale:

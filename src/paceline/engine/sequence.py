@@ -11,6 +11,7 @@ from paceline.engine.messages import EngineRequest
 from paceline.engine.outputs import FinishReason
 from paceline.sampling.logprobs import Logprob
 
+
 class Status(enum.Enum):
     """Where a sequence is in its life."""
 
@@ -32,8 +33,8 @@ class InFlight:
 class Sequence:
     """Host-side state of one continuation.
 
-    ``tokens`` holds what the host knows. The device may be up to ``lookahead`` steps further: those spans are listed in
-    ``in_flight``, oldest first.
+    ``tokens`` holds what the host knows. The device may be up to ``lookahead`` steps further: those spans are
+    listed in ``in_flight``, oldest first.
     """
 
     request: EngineRequest
@@ -88,7 +89,8 @@ class Sequence:
         return self.blocks.computed + self.blocks.reserved
 
     def rows_wanted(self) -> int:
-        """Rows this sequence could run now: the known tokens not yet scheduled, else one row for a token in flight.
+        """Rows this sequence could run now: the known tokens not yet scheduled, else one row for a token in
+        flight.
 
         Zero when the spans in flight are certain to reach ``max_tokens``.
         """

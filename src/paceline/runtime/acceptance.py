@@ -9,10 +9,11 @@ from torch import Tensor
 def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     """How many leading drafts of each span stand.
 
-    Row j of a span draws its own token ``sampled[:, j]`` from the target's distribution; draft j is the token row j + 1 was fed.
-    Draft j stands when it and all drafts before it were drawn by the rows before them. Since the draws are keyed by position, the
-    tokens that stand are exactly those plain decoding draws (sample-match acceptance; equal in law to rejection sampling with
-    a one-hot proposal, Leviathan et al., arXiv:2211.17192, section 2.3).
+    Row j of a span draws its own token ``sampled[:, j]`` from the target's distribution; draft j is the token
+    row j + 1 was fed. Draft j stands when it and all drafts before it were drawn by the rows before them.
+    Since the draws are keyed by position, the tokens that stand are exactly those plain decoding draws
+    (sample-match acceptance; equal in law to rejection sampling with a one-hot proposal, Leviathan et al.,
+    arXiv:2211.17192, section 2.3).
 
     Args:
         sampled: [N, K + 1] int32, each row's own draw; columns beyond a span's rows are ignored.

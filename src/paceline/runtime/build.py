@@ -68,14 +68,16 @@ def build(engine: EngineConfig) -> Built:
     max_model_len = engine.max_model_len or config.max_context_len
     if max_model_len > config.max_context_len:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, but {engine.model_path} was made for at most {config.max_context_len} "
+            f"max_model_len is {max_model_len}, but {engine.model_path} was made for at most "
+            f"{config.max_context_len} "
             "tokens. Lower max_model_len, or add rope scaling to the checkpoint's config."
         )
     max_num_seqs = engine.max_num_seqs or (256 if on_gpu else 32)
     max_rows = engine.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
     if max_rows < max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens is {max_rows}, less than max_num_seqs ({max_num_seqs}): not every running sequence "
+            f"max_num_batched_tokens is {max_rows}, less than max_num_seqs ({max_num_seqs}): not every "
+            "running sequence "
             "could get a row per step. Raise the former or lower the latter."
         )
     # Half precision is emulated on most CPUs and saves nothing there.

@@ -34,8 +34,8 @@ class StepLimits:
 def step_scratch_bytes(config: Qwen3Config, limits: StepLimits, dtype: torch.dtype) -> int:
     """Upper bound of the activations of the largest step, in bytes.
 
-    Per row: the widest moment of a layer (residual, normed input, gate_up and its product, qkv and attention output). Per sampled
-    row: logits in the model's dtype and a few fp32 copies while they are processed.
+    Per row: the widest moment of a layer (residual, normed input, gate_up and its product, qkv and attention
+    output). Per sampled row: logits in the model's dtype and a few fp32 copies while they are processed.
     """
     per_row = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * config.q_size + 2 * config.kv_size
     logits = config.vocab_size * (dtype.itemsize + 5 * 4)
@@ -62,7 +62,8 @@ def num_blocks(
         used = total - free
         budget = int(total * engine.gpu_memory_utilization) - used - scratch
         source = (
-            f"gpu_memory_utilization={engine.gpu_memory_utilization} of {total / 2**30:.1f} GiB, less {used / 2**30:.1f} GiB "
+            f"gpu_memory_utilization={engine.gpu_memory_utilization} of {total / 2**30:.1f} GiB, less "
+            f"{used / 2**30:.1f} GiB "
             f"in use and {scratch / 2**30:.1f} GiB for the largest step"
         )
     else:
@@ -71,7 +72,8 @@ def num_blocks(
     count = budget // size
     if count < 1:
         raise ConfigError(
-            f"No K/V block fits: {source} leaves {budget} bytes, one block of {engine.block_size} tokens takes {size}. "
+            f"No K/V block fits: {source} leaves {budget} bytes, one block of {engine.block_size} tokens "
+            f"takes {size}. "
             "Give more memory or lower max_num_batched_tokens or max_num_seqs."
         )
     logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)

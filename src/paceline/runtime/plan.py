@@ -1,7 +1,8 @@
 """What the scheduler asks of the device and what comes back: plain data, no torch.
 
-A plan names slots and row counts. Token ids, positions and cache slots of the rows are worked out on the device from
-its own slot-indexed arrays, which is why a plan can be made before the previous step's tokens are known.
+A plan names slots and row counts. Token ids, positions and cache slots of the rows are worked out on the
+device from its own slot-indexed arrays, which is why a plan can be made before the previous step's tokens are
+known.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Span:
     sample: bool = True
     """False for an inner prefill chunk: rows are forwarded, nothing is drawn."""
     prompt_rows: int = 0
-    """How many of the first rows are evaluated for prompt logprobs: the successor of each is a prompt token."""
+    """How many of the first rows are evaluated for prompt logprobs: the successor of each is a prompt
+    token.
+    """
     prompt_top: int = 0
     """Alternatives asked for at those rows; the whole vocabulary at most."""
     top: int = 0

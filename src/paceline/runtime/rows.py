@@ -49,7 +49,8 @@ class StepRows:
 def build_rows(
     spans: Sequence[Span], state: SlotState, staging: Staging, block_size: int, max_context: int
 ) -> StepRows:
-    """Lay out the rows of ``spans``. One upload; everything that depends on lengths is computed on the device.
+    """Lay out the rows of ``spans``. One upload; everything that depends on lengths is computed on the
+    device.
 
     Args:
         spans: the plan's spans.
@@ -75,8 +76,17 @@ def build_rows(
     sample_rows = np.arange(drawn.sum(), dtype=np.int32) + np.repeat(last_row - drawn - first_sample, drawn)
 
     sent = staging.send(
-        [rows, slots, row_start, row_seq, row_offset]
-        + [np.array(sampled, dtype=np.int32), sample_rows.astype(np.int32), first_sample, drafts]
+        [
+            rows,
+            slots,
+            row_start,
+            row_seq,
+            row_offset,
+            np.array(sampled, dtype=np.int32),
+            sample_rows.astype(np.int32),
+            first_sample,
+            drafts,
+        ]
     )
     rows_d, slots_d, row_start_d, row_seq_d, row_offset_d, sampled_d, sample_rows_d, first_d, drafts_d = sent
     row_slot = slots_d[row_seq_d]  # [R]

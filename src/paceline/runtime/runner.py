@@ -64,14 +64,15 @@ class Runner:
             max_num_seqs, model.config.vocab_size, eos_token_ids=eos_token_ids, device=device
         )
         self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, max_drafts)
-        self._device = device
+        self.device = device
         self._staging = Staging(16384, device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step. See :class:`paceline.runtime.plan.StepRunner`.
 
-        The slots' lengths advance as the last act: a launch that raises has changed nothing that a second one would not redo.
+        The slots' lengths advance as the last act: a launch that raises has changed nothing that a second one
+        would not redo.
         """
         state = self.state
         state.apply(plan.inits, plan.table)
@@ -111,15 +112,17 @@ class Runner:
             anchor = (
                 state.num_computed[slots] + rows.span_rows[rows.sampled_spans] - rows.num_drafts - 1
             )  # [N] position of each anchor row
-            # All K + 1 draws are written: those past the accepted ones are tentative like drafts, and are overwritten before they
-            # are read as known.
+            # All K + 1 draws are written: those past the accepted ones are tentative like drafts, and are
+            # overwritten before they are read as known.
             column = torch.arange(sampled.shape[1], device=sampled.device, dtype=torch.int32)
             target = slots[:, None] * state.tokens.shape[1] + (anchor[:, None] + 1 + column)
             state.tokens.view(-1).index_copy_(0, target.view(-1), sampled.reshape(-1))
             stands = stands.index_add(0, rows.sampled_spans, accepted - rows.num_drafts)
         state.num_computed.index_add_(0, layout.slots, stands)
 
-    def _prompt_logprobs(self, hidden: Tensor, rows: StepRows, index: int, span: Span) -> list[LogprobTensors]:
+    def _prompt_logprobs(
+        self, hidden: Tensor, rows: StepRows, index: int, span: Span
+    ) -> list[LogprobTensors]:
         """Logprobs of the prompt tokens that follow the span's first ``prompt_rows`` rows, in parts."""
         if span.prompt_rows == 0:
             return []
@@ -129,7 +132,9 @@ class Runner:
         return [
             score(self.model.logits(part).float(), following, span.prompt_top)
             for part, following in zip(
-                hidden[start:stop].split(PROMPT_LOGPROB_ROWS), successors.split(PROMPT_LOGPROB_ROWS), strict=True
+                hidden[start:stop].split(PROMPT_LOGPROB_ROWS),
+                successors.split(PROMPT_LOGPROB_ROWS),
+                strict=True,
             )
         ]
 
@@ -146,7 +151,7 @@ class Runner:
             prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
             done=None,
         )
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             copies.done = torch.cuda.Event()
             copies.done.record()
         return copies
@@ -191,7 +196,9 @@ class _Pending:
         return results
 
     def _add_logprobs(self, results: list[SpanResult], logprobs: LogprobTensors) -> None:
-        owner = [i for i in self._host_sampled for _ in range(self._spans[i].drafts + 1)]  # span of each sampled row
+        owner = [
+            i for i in self._host_sampled for _ in range(self._spans[i].drafts + 1)
+        ]  # span of each sampled row
         owners = [owner[row] for row in logprobs.rows.tolist()]
         entries = _as_python(logprobs, [self._spans[i].top for i in owners])
         for i, entry in zip(owners, entries, strict=True):

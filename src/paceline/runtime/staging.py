@@ -12,8 +12,8 @@ from torch import Tensor
 class Staging:
     """Packs int32 arrays of a step into one buffer and sends them in one asynchronous copy.
 
-    On a GPU the copy reads pinned memory after the call has returned, so buffers are used in turn: ``depth`` steps may be in
-    flight before one is written again. On a CPU the device tensor is the host buffer.
+    On a GPU the copy reads pinned memory after the call has returned, so buffers are used in turn: ``depth``
+    steps may be in flight before one is written again. On a CPU the device tensor is the host buffer.
 
     Args:
         capacity: int32 values per step.
@@ -60,7 +60,9 @@ class Staging:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start a copy to host memory; on a GPU the values are there once an event recorded after this call has passed."""
+    """Start a copy to host memory; on a GPU the values are there once an event recorded after this call has
+    passed.
+    """
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,6 @@
-"""What the device knows about every running sequence: arrays indexed by slot, read and advanced by each step."""
+"""What the device knows about every running sequence: arrays indexed by slot, read and advanced by each
+step.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,7 @@ class SlotState:
     def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
         """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""
         if inits:
-            self._write_rows(
-                self.tokens, [(i.slot, 0, np.asarray(i.tokens, dtype=np.int32)) for i in inits]
-            )
+            self._write_rows(self.tokens, [(i.slot, 0, np.asarray(i.tokens, dtype=np.int32)) for i in inits])
             slots = np.array([i.slot for i in inits], dtype=np.int32)
             computed = np.array([i.computed for i in inits], dtype=np.int32)
             index, value = self._staging.send([slots, computed])
@@ -68,5 +68,7 @@ class SlotState:
             sent = self._staging.send([index.astype(np.int32), values])
             target.view(-1).index_copy_(0, sent[0].long(), sent[1])
         else:  # a table beyond 2**31 cells: one contiguous copy per piece
-            for (row, first, piece), part in zip(pieces, self._staging.send([p for _, _, p in pieces]), strict=True):
+            for (row, first, piece), part in zip(
+                pieces, self._staging.send([p for _, _, p in pieces]), strict=True
+            ):
                 target[row, first : first + piece.size] = part

@@ -1,0 +1,1 @@
+"""Benchmarks behind ``paceline bench``. Every result names the machine, the versions and the command."""

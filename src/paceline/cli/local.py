@@ -1,0 +1,126 @@
+"""Commands that run the engine in this process: generate, chat, the demo."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from paceline.config import EngineConfig
+from paceline.engine.outputs import RequestOutput
+from paceline.errors import RequestError
+from paceline.llm import LLM
+
+out = Console(highlight=False)
+note = Console(stderr=True, highlight=False)
+
+DEMO_PROMPTS = (
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n',
+    "import os\n\n\ndef read_lines(path):\n",
+)
+DEMO_QUESTION = "Write a function that returns the largest item of a list."
+
+
+def _rate(output: RequestOutput) -> float:
+    """Decode rate of a finished request, tokens per second."""
+    metrics = output.metrics
+    assert metrics is not None and metrics.first_token_s is not None and metrics.last_token_s is not None
+    tokens = sum(len(completion.token_ids) for completion in output.outputs)
+    seconds = metrics.last_token_s - metrics.first_token_s
+    return (tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def generate(
+    engine: EngineConfig, prompts: list[str], sampling: dict[str, Any], generation_config: str
+) -> None:
+    """Continue ``prompts`` and print each continuation after its prompt."""
+    llm = _load(engine, generation_config=generation_config)
+    params = llm.make_sampling_params(**{"max_tokens": 128, **sampling})
+    for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+        for completion in output.outputs:
+            out.print(f"[dim]{escape(output.prompt or '')}[/]{escape(completion.text)}", soft_wrap=True)
+
+
+def chat(
+    engine: EngineConfig,
+    sampling: dict[str, Any],
+    system: str | None,
+    chat_template: str | None,
+    generation_config: str,
+) -> None:
+    """A conversation in the terminal; an empty line or end of input ends it."""
+    llm = _load(engine, generation_config=generation_config, chat_template=chat_template)
+    params = llm.make_sampling_params(**{"max_tokens": None, **sampling})
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    note.print("[dim]Type a message; an empty line ends the conversation.[/]")
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            for output in llm.stream(messages, params):
+                piece = output.outputs[0].text
+                answer += piece
+                out.print(escape(piece), end="", soft_wrap=True)
+        except RequestError as error:
+            note.print(f"[red]{escape(str(error))}[/]")
+            messages.pop()
+            continue
+        out.print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def demo(engine: EngineConfig) -> None:
+    """Real text from the model, its speed, and what to try next."""
+    started = time.perf_counter()
+    llm = _load(engine)
+    note.print(f"[dim]Loaded in {time.perf_counter() - started:.1f} s.[/]\n")
+    greedy = llm.make_sampling_params(temperature=0.0, max_tokens=96)
+    for prompt in DEMO_PROMPTS:
+        output = _show(llm, prompt, greedy)
+        out.print(f"[dim]  -- {len(output.outputs[0].token_ids)} tokens, {_rate(output):.0f} tok/s[/]\n")
+    out.print(f"[bold]user:[/] {DEMO_QUESTION}\n[bold]assistant:[/] ", end="")
+    for piece in llm.stream([{"role": "user", "content": DEMO_QUESTION}], greedy):
+        out.print(escape(piece.outputs[0].text), end="")
+    started = time.perf_counter()
+    batch = llm.generate(list(DEMO_PROMPTS) * 5, greedy, use_tqdm=False)
+    tokens = sum(len(output.outputs[0].token_ids) for output in batch)
+    out.print(
+        f"\n\n[dim]15 prompts at once: {tokens / (time.perf_counter() - started):.0f} tok/s in all.[/]\n"
+    )
+    out.print(
+        "[bold]Next[/]\n"
+        "  .venv/bin/paceline chat                        talk to it\n"
+        "  .venv/bin/paceline serve                       OpenAI API on http://127.0.0.1:8000\n"
+        "  .venv/bin/paceline serve Qwen/Qwen3-4B         another model, from a folder or the hub\n"
+        "  .venv/bin/paceline bench                       measure this machine\n"
+        "  make test                                      all checks"
+    )
+
+
+def _show(llm: LLM, prompt: str, params: Any) -> RequestOutput:
+    """Print a prompt and its continuation as it comes; returns the whole output."""
+    out.print(f"[dim]{escape(prompt)}[/]", end="")
+    last: RequestOutput | None = None
+    tokens: list[int] = []
+    for last in llm.stream(prompt, params):
+        tokens += last.outputs[0].token_ids
+        out.print(escape(last.outputs[0].text), end="")
+    out.print()
+    assert last is not None
+    last.outputs[0].token_ids = tokens
+    return last
+
+
+def _load(engine: EngineConfig, **options: Any) -> LLM:
+    """An ``LLM`` with these engine options."""
+    fields = {name: getattr(engine, name) for name in EngineConfig.__struct_fields__}
+    return LLM(**fields, **options)

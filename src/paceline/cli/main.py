@@ -1,0 +1,175 @@
+"""The ``paceline`` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paceline.cli.options import engine_options, sampling_options
+from paceline.config import EngineConfig
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Serve and run Qwen3-family language models. Without --model the bundled model is used.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+stderr = Console(stderr=True, highlight=False)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from paceline import __version__
+
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+@engine_options
+@sampling_options
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Texts to continue. Without any, standard input is the prompt.")
+    ] = None,
+    *,
+    engine: EngineConfig,
+    sampling: dict[str, Any],
+    n: Annotated[int, typer.Option(help="Continuations per prompt.")] = 1,
+    generation_config: Annotated[
+        str, typer.Option(help="auto applies the checkpoint's sampling defaults, none does not.")
+    ] = "auto",
+    demo: Annotated[bool, typer.Option("--demo", help="Run a few prompts and show the speed.")] = False,
+) -> None:
+    """Continue texts and print them."""
+    from paceline.cli import local
+
+    if demo:
+        local.demo(engine)
+        return
+    texts = prompts or [sys.stdin.read()]
+    local.generate(engine, texts, {**sampling, "n": n}, generation_config)
+
+
+@app.command()
+@engine_options
+@sampling_options
+def chat(
+    *,
+    engine: EngineConfig,
+    sampling: dict[str, Any],
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Template to use instead of the checkpoint's.")
+    ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto applies the checkpoint's sampling defaults, none does not.")
+    ] = "auto",
+) -> None:
+    """Talk to a model in the terminal."""
+    from paceline.cli import local
+
+    local.chat(engine, sampling, system, chat_template, generation_config)
+
+
+@app.command()
+@engine_options
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub name; same as --model.")
+    ] = None,
+    *,
+    engine: EngineConfig,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Names clients may use for the model; may be given several times."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Require one of these keys as a bearer token; may be given several times."),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Template to use instead of the checkpoint's.")
+    ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto applies the checkpoint's sampling defaults, none does not.")
+    ] = "auto",
+    skip_tokenizer_init: Annotated[bool, typer.Option(help="Serve token ids only.")] = False,
+    uvicorn_log_level: Annotated[str, typer.Option(help="Log level of the HTTP server.")] = "warning",
+    log_level: Annotated[str, typer.Option(help="Log level of Paceline.")] = "info",
+) -> None:
+    """Serve the OpenAI API over HTTP."""
+    import msgspec
+
+    from paceline.engine.client import FrontendOptions
+    from paceline.errors import ConfigError
+    from paceline.server.run import ServeOptions, serve_forever
+
+    if model is not None:
+        if engine.model is not None and engine.model != model:
+            raise ConfigError(f"Two models are named: {model!r} and --model {engine.model!r}. Name one.")
+        engine = msgspec.structs.replace(engine, model=model)
+    serve_forever(
+        engine,
+        FrontendOptions(
+            skip_tokenizer_init=skip_tokenizer_init,
+            generation_config=generation_config,
+            chat_template=chat_template,
+        ),
+        ServeOptions(
+            host=host,
+            port=port,
+            served_model_names=tuple(served_model_name or ()),
+            api_keys=tuple(api_key or ()),
+            uvicorn_log_level=uvicorn_log_level,
+            log_level=log_level,
+        ),
+    )
+
+
+@app.command()
+@engine_options
+def bench(
+    *,
+    engine: EngineConfig,
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers of sequences.")] = "1,2,4,8,16,32",
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per sequence.", min=1)] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate per sequence.", min=2)] = 128,
+    repeats: Annotated[int, typer.Option(help="Runs per batch size; medians are reported.", min=1)] = 5,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Measure decoding: tokens per second against a bare loop over the same model and the memory limit."""
+    from paceline.bench.decode import run_decode_bench
+
+    run_decode_bench(engine, batch_sizes, input_len, output_len, repeats, json_path)
+
+
+def main() -> None:
+    """Entry point: errors made for users are printed as one line, not as a traceback."""
+    try:
+        app()
+    except PacelineError as error:
+        stderr.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
