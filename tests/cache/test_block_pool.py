@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.cache import (
     CacheCleared,
     SequenceBlocks,
 )
+from paceline.cache.pool import Lineage
 from paceline.errors import ConfigError, InvariantError
 
 P = 4
@@ -421,3 +423,33 @@ def test_a_full_or_shared_block_is_never_written() -> None:
     child.computed -= 1
     with pytest.raises(InvariantError, match="2 holders"):
         child.reserve(1)
+
+
+def test_a_block_is_given_back_and_registered_once() -> None:
+    pool = BlockPool(8, P)
+    blocks = forwarded(pool, range(8))
+    lineage = Lineage(0, b"h" * 16, pool.chain().root, b"t" * 16)
+    with pytest.raises(InvariantError, match="registered twice"):
+        pool.register(blocks.ids[0], lineage, 8)
+    with pytest.raises(InvariantError, match="nobody holds it"):
+        pool.register(7, lineage, 8)
+    with pytest.raises(InvariantError, match="block 7 was given back but nobody holds it"):
+        pool.give_back([7])
+    pool.check()
+
+
+def test_the_pool_forgets_sequences_that_released() -> None:
+    pool = BlockPool(8, P)
+    blocks = forwarded(pool, range(8))
+    gone = weakref.ref(blocks)
+    blocks.release()
+    del blocks
+    assert gone() is None
+
+
+def test_the_checker_finds_a_table_that_was_tampered_with() -> None:
+    pool = BlockPool(8, P)
+    blocks = forwarded(pool, range(9))
+    blocks.ids.pop()
+    with pytest.raises(InvariantError, match="counts 1 holders, 0 tables list it"):
+        pool.check()

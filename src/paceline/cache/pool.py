@@ -91,7 +91,7 @@ class BlockPool:
         # What each block is known to hold: its lineage once full, registered or duplicate; None otherwise.
         self._lineages: list[Lineage | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # lineage hash -> the registered block
-        self._duplicates: dict[bytes, list[int]] = {}  # lineage hash -> unregistered copies, all in use
+        self._duplicates: dict[bytes, dict[int, None]] = {}  # lineage hash -> other copies, all in use
         # Next to be handed out first: blocks without content, then registered ones, least recently used first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._tables: set[SequenceBlocks] = set()  # every sequence that holds blocks; what `check` counts
@@ -239,7 +239,7 @@ class BlockPool:
         if other is not None and self._lineages[other] != lineage:
             raise InvariantError(f"two different blocks hash to {lineage.hash.hex()}")
         if other is not None and self._refs[other]:
-            self._duplicates.setdefault(lineage.hash, []).append(block)
+            self._duplicates.setdefault(lineage.hash, {})[block] = None
             return
         if other is not None:
             # Nobody holds the old copy: it becomes a block without content, to be handed out next.
@@ -258,11 +258,10 @@ class BlockPool:
         if copies is None:
             return True
         if self._index[lineage.hash] == block:
-            self._publish(
-                copies.pop(), lineage
-            )  # somebody still holds a copy: that one is matched from now on
+            heir, _none = copies.popitem()
+            self._publish(heir, lineage)  # somebody still holds it: that one is matched from now on
         else:
-            copies.remove(block)
+            del copies[block]
         if not copies:
             del self._duplicates[lineage.hash]
         return False
