@@ -1,0 +1,94 @@
+"""Log lines: their format, and the periodic line of a serving engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from paceline.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from paceline.engine.messages import EngineStats
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_INTERVAL_S = 10.0
+
+
+def setup_logging(level: str = "info") -> None:
+    """Send the package's log lines to standard error, one format for all. Other packages' loggers are left
+    alone.
+
+    Raises:
+        ConfigError: an unknown level.
+    """
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"log level is {level!r}; it must be one of {', '.join(LEVELS)}.")
+    root = logging.getLogger("paceline")
+    root.setLevel(level.upper())
+    root.propagate = False
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("%(levelname)-7s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
+        )
+        root.addHandler(handler)
+
+
+class StatsLine:
+    """Makes the periodic line out of successive snapshots."""
+
+    def __init__(self) -> None:
+        self._last: EngineStats | None = None
+        self._last_s = 0.0
+
+    def next(self, stats: EngineStats, now_s: float) -> str | None:
+        """The line for the time since the previous snapshot, or None when nothing happened and nothing is
+        under way.
+
+        Args:
+            stats: the engine's counters.
+            now_s: time of the snapshot on a monotonic clock.
+        """
+        last, last_s = self._last, self._last_s
+        self._last, self._last_s = stats, now_s
+        if last is None or now_s <= last_s:
+            return None
+        if stats.num_steps < last.num_steps:
+            return None  # the engine was restarted: its counters began again
+        prompt = stats.prompt_tokens - last.prompt_tokens
+        generation = stats.generation_tokens - last.generation_tokens
+        if not (prompt or generation or stats.num_running or stats.num_waiting):
+            return None
+        elapsed_s = now_s - last_s
+        queries = stats.prefix_queries - last.prefix_queries
+        hits = stats.prefix_hits - last.prefix_hits
+        hit_rate = f"{hits / queries:.1%}" if queries else "-"
+        return (
+            f"prompt {prompt / elapsed_s:.1f} tok/s, generation {generation / elapsed_s:.1f} tok/s, "
+            f"running {stats.num_running}, waiting {stats.num_waiting}, "
+            f"K/V {stats.kv_cache_usage:.1%}, prefix hits {hit_rate}"
+        )
+
+
+async def log_stats(read: Callable[[], Awaitable[EngineStats]], interval_s: float = LOG_INTERVAL_S) -> None:
+    """Log a line every ``interval_s`` while the engine is active. Runs until cancelled.
+
+    Args:
+        read: gets a snapshot.
+        interval_s: seconds between lines.
+    """
+    line = StatsLine()
+    while True:
+        try:
+            text = line.next(await read(), time.monotonic())
+        except EngineDeadError:
+            text = None  # reported by whoever supervises it
+        if text is not None:
+            logger.info(text)
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,36 @@
+"""Options of the HTTP server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.errors import ConfigError
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the API is offered; named as ``vllm serve`` names its flags."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free port; the chosen one is logged."""
+    served_model_names: tuple[str, ...] = ()
+    """Names clients may use. Default: the model as it was given to the engine."""
+    api_keys: tuple[str, ...] = ()
+    """With any, every route but /health requires one of them as a bearer token."""
+    uvicorn_log_level: str = "warning"
+    log_level: str = "info"
+    max_body_bytes: int = 32 * 1024**2
+    """Largest request body."""
+    max_prompts: int = 1024
+    """Most prompts in one completions request."""
+
+    def __post_init__(self) -> None:
+        if not all(key.strip() for key in self.api_keys):
+            raise ConfigError("An API key is empty: give a non-empty key, or none to serve without keys.")
+        if not all(self.served_model_names):
+            raise ConfigError("A served model name is empty: give another, or none to use the model's.")
+        if self.max_body_bytes < 1 or self.max_prompts < 1:
+            raise ConfigError(
+                f"max_body_bytes is {self.max_body_bytes} and max_prompts {self.max_prompts}; "
+                "both must be positive."
+            )

@@ -1,0 +1,175 @@
+"""From a checked request body to requests the engine can take."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from paceline.engine.frontend import Frontend, RequestState
+from paceline.errors import RequestError
+from paceline.sampling.params import SamplingParams
+from paceline.server.schema import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""``max_tokens`` of a completions request that names none, as in the OpenAI API. Chat uses what the context
+leaves."""
+
+_THREAD_CHARS = 20_000
+"""Texts longer than this are tokenised in a thread: it takes milliseconds, in which other streams would stand
+still."""
+
+_PASSED = (
+    "temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "allowed_token_ids",
+    "bad_words", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+_T = TypeVar("_T")
+
+
+def response_id(prefix: str, body: SamplingFields) -> str:
+    """The ``id`` of a response: the client's ``request_id``, or a random one."""
+    return f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+
+
+async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> RequestState:
+    """The engine request of a chat completion.
+
+    Raises:
+        RequestError: a parameter or the conversation is refused.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
+    top = body.top_logprobs or 0
+    if not 0 <= top <= frontend.info.max_logprobs:
+        raise RequestError(
+            f"top_logprobs must be from 0 to {frontend.info.max_logprobs}, got {top}: ask for fewer.",
+            param="top_logprobs",
+        )
+    ids = await render_chat(frontend, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = _params(frontend, body, ids, asked, None, logprobs=top if body.logprobs else None)
+    return _prepare(frontend, body, "chatcmpl", ids, params, None)
+
+
+async def completion_states(
+    frontend: Frontend, body: CompletionRequest, max_prompts: int
+) -> list[RequestState]:
+    """The engine requests of a completions body, one per prompt.
+
+    Raises:
+        RequestError: a parameter or a prompt is refused.
+    """
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(
+            f"best_of must equal n ({body.n or 1}) or be left out, got {body.best_of}: "
+            "ask for n candidates and choose among them.",
+            param="best_of",
+        )
+    if body.echo and body.stream and body.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs cannot be streamed: set stream to false, or leave out one of the two.",
+            param="echo",
+        )
+    prompts = body.prompts()
+    if len(prompts) > max_prompts:
+        raise RequestError(
+            f"prompt has {len(prompts)} entries; at most {max_prompts} are allowed: send several requests.",
+            param="prompt",
+        )
+    states = []
+    for prompt in prompts:
+        ids, text = await _tokenize(frontend, prompt, body.add_special_tokens)
+        extra: dict[str, Any] = {"logprobs": body.logprobs}
+        if body.echo and body.logprobs is not None:
+            extra["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        params = _params(frontend, body, ids, body.max_tokens, DEFAULT_COMPLETION_TOKENS, **extra)
+        states.append(_prepare(frontend, body, "cmpl", ids, params, text))
+    return states
+
+
+async def render_chat(
+    frontend: Frontend,
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None,
+    template_kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """Prompt token ids of a conversation."""
+    plain = [message.plain(index) for index, message in enumerate(messages)]
+    template = frontend.chat_template
+    if template is not None and "developer" not in template.source:
+        # OpenAI's newer name of the system role; templates of this model family know the old one
+        for message in plain:
+            if message["role"] == "developer":
+                message["role"] = "system"
+
+    def render() -> list[int]:
+        return frontend.render_chat(
+            plain,
+            add_generation_prompt=add_generation_prompt is not False,
+            template_kwargs=template_kwargs,
+        )
+
+    size = sum(len(message["content"]) for message in plain if isinstance(message["content"], str))
+    return await _maybe_in_thread(render, size)
+
+
+async def _tokenize(
+    frontend: Frontend, prompt: str | list[int], add_special_tokens: bool | None
+) -> tuple[list[int], str | None]:
+    tokenizer = frontend.tokenizer
+    if isinstance(prompt, str) and tokenizer is not None and add_special_tokens is False:
+        text = prompt
+        return await _maybe_in_thread(
+            lambda: tokenizer.encode(text, add_special_tokens=False), len(text)
+        ), text
+    return await _maybe_in_thread(
+        lambda: frontend.tokenize(prompt), len(prompt) if isinstance(prompt, str) else 0
+    )
+
+
+async def _maybe_in_thread(work: Callable[[], _T], size: int) -> _T:
+    return await asyncio.to_thread(work) if size > _THREAD_CHARS else work()
+
+
+def _params(
+    frontend: Frontend,
+    body: SamplingFields,
+    ids: list[int],
+    asked_tokens: int | None,
+    default_tokens: int | None,
+    **extra: int | None,
+) -> SamplingParams:
+    given = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    given.update({name: value for name, value in extra.items() if value is not None})
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs cannot be streamed: set stream to false, or leave it out.",
+            param="prompt_logprobs",
+        )
+    if asked_tokens is None:
+        asked_tokens = frontend.defaults.max_tokens or default_tokens
+        if asked_tokens is not None:
+            # nobody asked for this many, so a prompt that leaves less room is no error
+            asked_tokens = max(1, min(asked_tokens, frontend.info.max_model_len - len(ids)))
+    return frontend.default_params(**given, max_tokens=asked_tokens)
+
+
+def _prepare(
+    frontend: Frontend,
+    body: SamplingFields,
+    prefix: str,
+    ids: list[int],
+    params: SamplingParams,
+    text: str | None,
+) -> RequestState:
+    return frontend.prepare(
+        f"{prefix}-{uuid.uuid4().hex}",
+        ids,
+        params,
+        prompt=text,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
