@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from paceline.ops.reference_attention import AttentionGroup
+    from paceline.ops.reference_attention import AttentionPlan
 
 
 @dataclass(eq=False)
@@ -21,9 +21,9 @@ class RowLayout:
     Kernels read lengths and block ids from the device tensors alone; the host fields only size grids. Work is
     handed out in tiles of a fixed number of rows: tile ``t`` belongs to the last sequence ``b`` with
     ``row_start[b] // tile_rows + b <= t``, which a kernel finds by bisection (or at once, ``b = t``, when
-    each of ``host_rows`` fits into one tile). So a layout carries no tile tables, and a grid depends on R,
-    B and the largest of ``host_rows`` alone: a captured step may have its tensors rewritten as long as
-    these bounds hold. A sequence with zero rows is legal; rows from ``row_start[B]`` on are padding: their
+    each of ``host_rows`` fits into one tile). So a layout carries no tile tables, and a grid depends on R, B
+    and the largest of ``host_rows`` alone: a captured step may have its tensors rewritten as long as these
+    bounds hold. A sequence with zero rows is legal; rows from ``row_start[B]`` on are padding: their
     outputs are unspecified.
 
     A layout describes one step. On CPU the reference attention keeps what it computed from the layout's
@@ -39,7 +39,7 @@ class RowLayout:
         num_computed: [S] int32, slot-indexed, as it was before this step.
         host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
         host_max_context: an upper bound of the largest position + 1.
-        derived: the reference's groups, by window; not an input.
+        derived: the reference's plans, by attention geometry; not an input.
     """
 
     slots: Tensor
@@ -51,4 +51,4 @@ class RowLayout:
     num_computed: Tensor
     host_rows: tuple[int, ...]
     host_max_context: int
-    derived: dict[int | None, list[AttentionGroup]] = field(default_factory=dict, init=False, repr=False)
+    derived: dict[object, AttentionPlan] = field(default_factory=dict, init=False, repr=False)

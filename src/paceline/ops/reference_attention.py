@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,9 +22,8 @@ PACKED_ROWS = 16
 """Sequences of up to this many rows are batched; longer ones use the fused attention of torch, which skips
 the upper triangle and never stores the scores."""
 
-GATHERED_KEYS = 4096
-"""Most keys copied out of the cache at once: what a core's cache holds. Larger gathers were measured to be
-several times slower, because each allocates, and page-faults, fresh memory."""
+GATHERED_KEYS = 2048
+"""Most keys copied out of the cache at once, for more than one sequence: about what a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,36 @@ class AttentionGroup:
     packed: bool
 
 
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The groups of a layout, and room for the keys and values of the largest of them.
+
+    The room is shared by groups and layers: memory fresh from the allocator costs a page fault every 4 KiB,
+    which was measured at several times the price of the copy itself.
+    """
+
+    groups: list[AttentionGroup]
+    k: Tensor  # [most keys, D]
+    v: Tensor
+
+
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: RowLayout, scale: float, window: int | None = None
 ) -> Tensor:
     """Causal attention of every row over its sequence's paged keys."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    num_heads = q.shape[1]
-    groups = layout.derived.get(window)
-    if groups is None:
-        groups = plan_groups(layout, block_size, num_heads, num_kv_heads, window)
-        layout.derived[window] = groups
+    key = (window, q.shape[1], k_cache.shape[1:], k_cache.dtype)  # target and drafter may share a layout
+    plan = layout.derived.get(key)
+    if plan is None:
+        groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window)
+        room = (max((group.keys.numel() for group in groups), default=0), head_dim)
+        plan = layout.derived[key] = AttentionPlan(groups, k_cache.new_empty(room), v_cache.new_empty(room))
     out = torch.zeros_like(q)
-    for group in groups:
+    for group in plan.groups:
         queries = q.index_select(0, group.rows)
-        k = k_cache.view(-1, head_dim).index_select(0, group.keys)
-        v = v_cache.view(-1, head_dim).index_select(0, group.keys)
+        num_keys = group.keys.numel()
+        k = torch.index_select(k_cache.view(-1, head_dim), 0, group.keys, out=plan.k[:num_keys])
+        v = torch.index_select(v_cache.view(-1, head_dim), 0, group.keys, out=plan.v[:num_keys])
         attend = _attend_packed if group.packed else _attend_chunk
         result = attend(queries, k, v, group, num_kv_heads, scale)
         out.index_copy_(0, group.rows, result.to(q.dtype))
@@ -147,32 +162,41 @@ def _group(
     num_kv_heads: int,
     window: int | None,
 ) -> AttentionGroup:
+    # numpy: a tenth of torch's cost for arrays this small
     n, max_blocks = spans[0].num_rows, spans[-1].num_blocks
-    _, _, first_row, first_block, slot, computed = torch.tensor(spans).unsqueeze(2).unbind(1)  # [B, 1] each
-    query = computed + torch.arange(n)  # [B, n] positions
-    position = first_block * block_size + torch.arange(max_blocks * block_size)  # [B, N]
+    _, _, first_row, first_block, slot, computed = np.array(spans, dtype=np.int64).T[
+        :, :, None
+    ]  # [B, 1] each
+    query = computed + np.arange(n)  # [B, n] positions
+    position = first_block * block_size + np.arange(max_blocks * block_size)  # [B, N]
 
     # Keys beyond a sequence's end point at its first key: its own and finite. A masked key still meets a
     # zero weight, and 0 * NaN is NaN, so what an unused block holds must never be read.
-    column = first_block + torch.arange(max_blocks)  # [B, blocks]
-    column = torch.where(column * block_size < computed + n, column, first_block)
-    block = layout.block_tables[slot, column].long()
-    key = (block.unsqueeze(2) * block_size + torch.arange(block_size)).flatten(1)  # [B, N]
-    key = torch.where(position < computed + n, key, key[:, :1])
+    column = first_block + np.arange(max_blocks)  # [B, blocks]
+    column = np.where(column * block_size < computed + n, column, first_block)
+    block = layout.block_tables.numpy()[slot, column].astype(np.int64)
+    key = (block[:, :, None] * block_size + np.arange(block_size)).reshape(len(spans), -1)  # [B, N]
+    key = np.where(position < computed + n, key, key[:, :1])
 
-    hidden = position.unsqueeze(1) > query.unsqueeze(2)  # [B, n, N]
+    hidden = position[:, None] > query[:, :, None]  # [B, n, N]
     if window is not None:
-        hidden |= position.unsqueeze(1) <= query.unsqueeze(2) - window
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    mask: Tensor | None
+        hidden |= position[:, None] <= query[:, :, None] - window
+    mask = np.where(hidden, np.float32("-inf"), np.float32(0))
+    causal = False
     packed = n <= PACKED_ROWS
     if packed:
         if n > 1:  # the heads of a single row share its mask by broadcasting
-            bias = bias.repeat_interleave(num_heads // num_kv_heads, dim=1)
-        mask = bias.repeat_interleave(num_kv_heads, dim=0)
+            mask = mask.repeat(num_heads // num_kv_heads, axis=1)
+        mask = mask.repeat(num_kv_heads, axis=0)
     else:
         num_keys = spans[0].computed + n - spans[0].first_block * block_size
-        key = key[:, :num_keys]
-        mask = None if num_keys == n and (window is None or window >= n) else bias[0, :, :num_keys]
-    keys = (key.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)).flatten()  # [B, KV, N]
-    return AttentionGroup((first_row + torch.arange(n)).flatten(), n, keys, mask, packed)
+        key, mask = key[:, :num_keys], mask[0, :, :num_keys]
+        causal = num_keys == n and (window is None or window >= n)
+    keys = key[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]  # [B, KV, N]
+    return AttentionGroup(
+        rows=torch.from_numpy((first_row + np.arange(n)).reshape(-1)),
+        num_rows=n,
+        keys=torch.from_numpy(keys.reshape(-1)),
+        mask=None if causal else torch.from_numpy(mask),
+        packed=packed,
+    )
