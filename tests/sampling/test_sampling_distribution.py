@@ -1,7 +1,7 @@
 """What is drawn follows the law it should: Pearson's test over draws at many positions and seeds.
 
-All draws are fixed by their seeds. The family of tests is held to one chance in a thousand of a false alarm in
-all (Bonferroni), and a sampler with a small planted bias must fail it.
+All draws are fixed by their seeds. The family of tests is held to one chance in a thousand of a false alarm
+in all (Bonferroni), and a sampler with a small planted bias must fail it.
 """
 
 from __future__ import annotations

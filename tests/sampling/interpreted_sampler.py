@@ -1,0 +1,90 @@
+"""The Triton sampler against the torch one. Run by ``test_triton_sampler.py`` in an interpreter of its own.
+
+Triton decides at import whether it compiles or interprets, hence the separate process.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.sampling import noise, triton_sampler
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import SampleRows
+from paceline.sampling.sampler import sample
+from paceline.sampling.seeds import mix64
+from paceline.sampling.state import SamplingState
+from paceline.sampling.triton_sampler import sample_argmax
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(seed_ptr, position_ptr, token_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    key = triton_sampler.row_key(tl.load(seed_ptr + row), tl.load(position_ptr + row))
+    index = tl.arange(0, SIZE)
+    tl.store(out_ptr + row * SIZE + index, triton_sampler.gumbel(key, tl.load(token_ptr + index)))
+
+
+def test_the_noise_is_the_same() -> None:
+    seeds = torch.tensor([mix64(s) for s in (0, 1, -1, 2**63 - 1, -(2**63), 123456789)])
+    positions = torch.tensor([0, 1, 7, 40960, 2**31 - 2, 3])
+    tokens = torch.cat([torch.arange(1000), torch.arange(151936 - 24, 151936)]).int()
+    got = torch.empty(6, 1024)
+    noise_kernel[(6,)](seeds, positions, tokens, got, SIZE=1024)
+    torch.testing.assert_close(
+        got, noise.gumbel(noise.row_keys(seeds, positions), tokens), rtol=2e-6, atol=2e-6
+    )
+
+
+def both(logits: Tensor, temperatures: list[float], start: int = 0) -> tuple[list[int], list[int]]:
+    """Tokens of the kernel and of the CPU sampler for rows of different slots and positions."""
+    Q, V = logits.shape
+    state = SamplingState(Q, V, device="cpu")
+    for slot in range(Q):
+        temperature = temperatures[slot % len(temperatures)]
+        state.set_slot(slot, SamplingParams(temperature=temperature), slot * 10**15 - 5, 1)
+    slots = torch.arange(Q - 1, -1, -1, dtype=torch.int32)
+    positions = torch.arange(start, start + Q, dtype=torch.int32)
+    out = torch.full((Q,), -1, dtype=torch.int32)
+    sample_argmax(logits, slots, positions, state.floats, state.ints, out=out)
+    rows = SampleRows(slots, positions, torch.zeros(Q, 1, dtype=torch.int32), 1)
+    expected = sample(logits.clone(), rows, state, state.features(slots.numpy())).tokens
+    return out.tolist(), expected.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 2047, 2048, 2049, 8192, 20001])
+def test_tokens_are_the_same(vocab_size: int) -> None:
+    logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 4
+    got, expected = both(logits, [0.0, 1.0, 0.3, 2.5])
+    assert got == expected
+
+
+def test_qwen3_vocabulary() -> None:
+    logits = torch.randn(3, 151936, generator=torch.Generator().manual_seed(1)) * 2
+    got, expected = both(logits, [1.0], start=40000)
+    assert got == expected
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((8, 9000), -torch.inf)
+    logits[:, 8500] = -3.0
+    got, expected = both(logits, [0.0, 1.0])
+    assert got == expected == [8500] * 8
+
+
+def test_ties_go_to_the_lowest_id_across_pieces() -> None:
+    logits = torch.zeros(2, 20000)
+    logits[0, [3000, 9000, 19999]] = 1.0
+    assert both(logits, [0.0])[0] == [3000, 0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_give_a_token_in_range(value: float) -> None:
+    logits = torch.randn(4, 9000)
+    logits[1] = value
+    got, expected = both(logits, [0.0, 1.0])
+    assert [got[0], *got[2:]] == [expected[0], *expected[2:]]
+    assert 0 <= got[1] < 9000
