@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn, own ramp": {
         "rope_parameters": {
             **YARN,
-            "beta_fast": 8.0,
-            "beta_slow": 2.0,
+            "beta_fast": 1.5,
+            "beta_slow": 0.2,
             "attention_factor": 1.3,
             "truncate": False,
         }

@@ -24,6 +24,7 @@ class AttentionSpec:
     Attributes:
         eps: epsilon of the q and k norms.
         window: keys a query sees, its own included; None = all before it.
+        bidirectional: whether rows of a drafter's block also see the block's later rows; a target's never do.
     """
 
     num_heads: int
@@ -31,6 +32,7 @@ class AttentionSpec:
     head_dim: int
     eps: float
     window: int | None = None
+    bidirectional: bool = False
 
     @property
     def scale(self) -> float:

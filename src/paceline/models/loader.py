@@ -137,8 +137,10 @@ def random_model(
 def randomize(module: nn.Module, generator: torch.Generator) -> None:
     """Fill parameters in place: vectors (norms) with 1, biases with 0, matrices with N(0, 1 / fan_in)."""
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
         else:
             parameter.normal_(0.0, float(parameter.shape[-1]) ** -0.5, generator=generator)
 

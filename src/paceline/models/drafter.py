@@ -1,0 +1,374 @@
+"""DFlash and DSpark block drafters.
+
+A drafter proposes a block of tokens in one parallel pass. Its few layers are Qwen3's, with two differences:
+queries come from the block alone (the anchor and mask tokens), and each layer's keys and values come from the
+block *and* from context features, which are the target's own hidden states of every earlier position, fused
+by one projection (DFlash). DSpark adds what a parallel pass cannot know: a cheap sequential head that
+corrects each slot's logits for the token drafted before it, and a confidence per slot (DSpark paper, sections
+on the Markov and confidence heads).
+
+The embedding and the head are the target's, never copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline import ops
+from paceline.models.attention import AttentionContext, AttentionSpec
+from paceline.models.drafter_config import DrafterConfig
+from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
+from paceline.models.rope import RopeTable, apply_rope
+
+
+class DraftSlots(NamedTuple):
+    """The slots of a block that are drafts.
+
+    Attributes:
+        hidden: [*, g, d], after the final norm.
+        logits: [*, g, draft vocabulary] fp32, of the parallel pass alone.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class Chain(NamedTuple):
+    """Drafts along one chain.
+
+    Attributes:
+        tokens: int64 [*, g], ids in the target's vocabulary.
+        runner_up: int64 [*, g], the exact second best at each slot, given the chain before it; target ids.
+        logits: [*, g, draft vocabulary] fp32, Markov correction included.
+        confidence: [*, g] fp32 logits of "accepted, if all before it are"; None without a confidence head.
+    """
+
+    tokens: Tensor
+    runner_up: Tensor
+    logits: Tensor
+    confidence: Tensor | None
+
+
+class DraftLayer(nn.Module):
+    """A Qwen3 decoder layer; its q, k and v projections are rows of the drafter's stacked ``qkv_proj``."""
+
+    def __init__(
+        self, config: DrafterConfig, layer: int, *, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        shape = config.layers
+        d, eps, window = shape.hidden_size, shape.rms_norm_eps, shape.windows[layer]
+        self.layer = layer
+        self.spec = AttentionSpec(
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+            eps,
+            window,
+            bidirectional=window is None or config.window_non_causal,
+        )
+        self.input_layernorm = RMSNorm(d, eps, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(shape.head_dim, eps, device=device, dtype=dtype)
+        self.k_norm = RMSNorm(shape.head_dim, eps, device=device, dtype=dtype)
+        self.o_proj = Linear(shape.q_size, d, bias=shape.attention_bias, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(d, eps, device=device, dtype=dtype)
+        self.mlp = MLP(shape, device=device, dtype=dtype)
+
+    def forward(
+        self, qkv: Tensor, residual: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """(qkv [*rows, (H + 2 KV) * D], residual [*rows, d]) -> (MLP output, residual before it is added)."""
+        q_norm, k_norm = self.q_norm.weight, self.k_norm.weight
+        out = context.attend(self.layer, qkv, q_norm, k_norm, positions, cos_sin, self.spec)
+        x, residual = self.post_attention_layernorm.add(self.o_proj(out), residual)
+        return self.mlp(x), residual
+
+
+class MarkovHead(nn.Module):
+    """Low-rank correction of a slot's logits for the token before it (DSpark).
+
+    With e = W1[previous token], h the slot's hidden state and W2 the way back to the vocabulary, the bias is
+    W2 z: *vanilla* z = e; *gated* z = sigmoid(Wg [h; e] + b) * e; *rnn* z = tanh(o), where [a; b; o] = Wj [s;
+    e; h] + bj and the state becomes sigmoid(a) * s + (1 - sigmoid(a)) * tanh(b), from 0.
+
+    W1 is indexed by target ids, W2 has a row per draft-vocabulary id.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, *, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.kind, rank, d = config.markov, config.markov_rank, config.layers.hidden_size
+        vocab = config.layers.vocab_size
+        self.markov_w1 = nn.Embedding(
+            vocab, rank, _weight=torch.empty(vocab, rank, device=device, dtype=dtype)
+        )
+        self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, device=device, dtype=dtype)
+        if self.kind == "gated":
+            self.gate_proj = Linear(d + rank, rank, device=device, dtype=dtype)
+        elif self.kind == "rnn":
+            self.joint_proj = Linear(2 * rank + d, 3 * rank, device=device, dtype=dtype)
+
+    def initial_state(self, hidden: Tensor) -> Tensor:
+        """State before the first slot, for hidden [*, d]: zeros [*, r]; unused unless the head is "
+        "recurrent."""
+        return hidden.new_zeros(*hidden.shape[:-1], self.markov_w2.in_features)
+
+    def step(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One slot: (e [*, r], h [*, d], state [*, r]) -> (z [*, r], next state)."""
+        if self.kind == "vanilla":
+            return embedded, state
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), dim=-1))) * embedded, state
+        a, b, o = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1)).chunk(3, dim=-1)
+        keep = torch.sigmoid(a)
+        return torch.tanh(o), keep * state + (1 - keep) * torch.tanh(b)
+
+    def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Biases of all slots when their predecessors are known (teacher forcing).
+
+        Args:
+            previous: int [*, g], target ids.
+            hidden: [*, g, d].
+
+        Returns:
+            [*, g, draft vocabulary].
+        """
+        embedded = self.markov_w1(previous)
+        state, parts = self.initial_state(hidden[..., 0, :]), []
+        for slot in range(previous.shape[-1]):
+            z, state = self.step(embedded[..., slot, :], hidden[..., slot, :], state)
+            parts.append(z)
+        return self.markov_w2(torch.stack(parts, dim=-2))  # type: ignore[no-any-return]
+
+
+class Drafter(nn.Module):
+    """A DFlash or DSpark drafter bound to its target.
+
+    Parameters are allocated, not initialised: see :mod:`paceline.models.drafter_loader`, or
+    :meth:`init_weights`.
+
+    Args:
+        config: geometry and layout.
+        target: lends its embedding and head, which stay out of this module's parameters.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: Qwen3ForCausalLM,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device) if device is not None else None
+        self.config = config
+        self._target = (target,)  # a tuple, so that nn.Module does not register it as a part of this one
+        shape = config.layers
+        d, eps = shape.hidden_size, shape.rms_norm_eps
+        rows = shape.q_size + 2 * shape.kv_size
+        num_layers = shape.num_hidden_layers
+        self.fc = Linear(len(config.tap_layer_ids) * d, d, bias=False, device=device, dtype=dtype)
+        self.hidden_norm = RMSNorm(d, eps, device=device, dtype=dtype)
+        # Stacked, because the context's keys and values of all layers come from one input: a single product.
+        self.qkv_proj = nn.Parameter(torch.empty(num_layers, rows, d, device=device, dtype=dtype))
+        self.qkv_bias = (
+            nn.Parameter(torch.empty(num_layers, rows, device=device, dtype=dtype))
+            if shape.attention_bias
+            else None
+        )
+        self.layers = nn.ModuleList(
+            DraftLayer(config, i, device=device, dtype=dtype) for i in range(num_layers)
+        )
+        self.norm = RMSNorm(d, eps, device=device, dtype=dtype)
+        self.markov_head = (
+            MarkovHead(config, device=device, dtype=dtype) if config.markov is not None else None
+        )
+        width = d + (config.markov_rank if config.confidence_with_markov else 0)
+        self.confidence_head = Linear(width, 1, device=device, dtype=dtype) if config.confidence else None
+        self.lm_head: Linear | None = None
+        self.target_ids: Tensor | None = None  # [draft vocabulary]: the target's id of each draft id
+        if config.reduced_vocab:
+            self.lm_head = Linear(d, config.draft_vocab_size, bias=False, device=device, dtype=dtype)
+            ids = torch.arange(config.draft_vocab_size, device=device)
+            self.register_buffer("target_ids", ids)
+        # One scale per draft position on confidence logits, from sequential temperature scaling; 1 =
+        # uncalibrated.
+        self.sts_temperatures: Tensor
+        self.register_buffer(
+            "sts_temperatures", torch.ones(config.max_drafts, device=device), persistent=False
+        )
+        # A block near the end of the target's context overhangs it by up to a block.
+        num_positions = target.config.max_context_len + config.block_size
+        self.rope = RopeTable(shape.rope, shape.head_dim, num_positions, device)
+
+    @property
+    def target(self) -> Qwen3ForCausalLM:
+        """The model this drafter drafts for."""
+        return self._target[0]
+
+    def draft_layers(self) -> Sequence[DraftLayer]:
+        """The layers, typed."""
+        return cast(Sequence[DraftLayer], self.layers)
+
+    def context_features(self, taps: Tensor) -> Tensor:
+        """What the drafter knows of past positions: [*rows, n * d] target taps -> [*rows, d]."""
+        return self.hidden_norm(self.fc(taps))  # type: ignore[no-any-return]
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Keys and values of context rows in all layers, before norm and rotation.
+
+        The features do not pass a layer's input norm: ``hidden_norm`` is theirs.
+
+        Args:
+            features: [R, d].
+
+        Returns:
+            [layers, R, 2 KV * D], keys then values.
+        """
+        first = self.config.layers.q_size
+        kv = torch.matmul(features, self.qkv_proj[:, first:].transpose(1, 2))
+        return kv if self.qkv_bias is None else kv + self.qkv_bias[:, None, first:]
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normed and rotated) and values of context rows in all layers.
+
+        Args:
+            features: [*rows, d].
+            positions: int [*rows].
+
+        Returns:
+            k, v: [layers, *rows, KV, D].
+        """
+        shape = self.config.layers
+        rows = features.shape[:-1]
+        kv = self.project_context(features.reshape(-1, features.shape[-1]))
+        kv = kv.view(kv.shape[0], *rows, 2, shape.num_key_value_heads, shape.head_dim)
+        k, v = kv.unbind(-3)
+        normed = [
+            ops.rms_norm(k[i], layer.k_norm.weight, shape.rms_norm_eps)
+            for i, layer in enumerate(self.draft_layers())
+        ]
+        return apply_rope(torch.stack(normed), self.rope()[positions]), v
+
+    def forward(self, anchors: Tensor, starts: Tensor, context: AttentionContext) -> Tensor:
+        """The parallel pass over blocks [anchor, mask, mask, ...].
+
+        Args:
+            anchors: int [*blocks], the newest committed token of each.
+            starts: int [*blocks], its position.
+            context: gives each layer its context rows, at positions before ``starts`` only.
+
+        Returns:
+            [*blocks, W, d] after the final norm, for every slot.
+        """
+        width = self.config.block_size
+        slot = torch.arange(width, device=anchors.device)
+        tokens = torch.where(slot == 0, anchors[..., None], self.config.mask_token_id)  # [*blocks, W]
+        positions = starts[..., None] + slot
+        cos_sin = self.rope()
+        layers = self.draft_layers()
+        norms = [*(layer.input_layernorm for layer in layers), self.norm]
+        residual = self.target.embed_tokens(tokens)  # [*blocks, W, d]
+        x: Tensor = norms[0](residual)
+        for i, layer in enumerate(layers):
+            bias = None if self.qkv_bias is None else self.qkv_bias[i]
+            qkv = F.linear(x, self.qkv_proj[i], bias)
+            x, residual = layer(qkv, residual, positions, cos_sin, context)
+            x, residual = norms[i + 1].add(x, residual)
+        return x
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[*, d] -> [*, draft vocabulary] fp32, by the target's head or the part of it the drafter has."""
+        logits = self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return cast(Tensor, logits).float()
+
+    def slots(self, hidden: Tensor, num_drafts: int | None = None) -> DraftSlots:
+        """The draft slots of blocks [*, W, d], the first ``num_drafts`` of them, with their logits."""
+        first = self.config.first_slot
+        drafts = hidden[..., first : first + (num_drafts or self.config.max_drafts), :]
+        return DraftSlots(drafts, self.head(drafts))
+
+    def chain(self, slots: DraftSlots, anchors: Tensor, given: Tensor | None = None) -> Chain:
+        """Draft greedily, slot by slot, each corrected for the token before it.
+
+        A hedge at position p is the chain whose ``given`` holds the first chain's tokens before p, its
+        runner-up at p and -1 after that: the parallel pass is not repeated.
+
+        Args:
+            slots: g slots per block.
+            anchors: int [*], the token before the first slot.
+            given: int [*, g], target ids that are taken as drafted; -1 where the drafter chooses.
+        """
+        previous = anchors.long()
+        head = self.markov_head
+        state = None if head is None else head.initial_state(slots.hidden[..., 0, :])
+        tokens, runner_up, corrected, before = [], [], [], []
+        for slot in range(slots.hidden.shape[-2]):
+            logits = slots.logits[..., slot, :]
+            if head is not None and state is not None:
+                z, state = head.step(head.markov_w1(previous), slots.hidden[..., slot, :], state)
+                logits = logits + head.markov_w2(z).float()
+            best = logits.argmax(-1)
+            second = logits.scatter(-1, best[..., None], float("-inf")).argmax(-1)
+            before.append(previous)
+            previous = self._to_target(best)
+            if given is not None:
+                previous = torch.where(given[..., slot] < 0, previous, given[..., slot].long())
+            tokens.append(previous)
+            runner_up.append(self._to_target(second))
+            corrected.append(logits)
+        return Chain(
+            torch.stack(tokens, dim=-1),
+            torch.stack(runner_up, dim=-1),
+            torch.stack(corrected, dim=-2),
+            self.confidence_logits(slots.hidden, torch.stack(before, dim=-1)),
+        )
+
+    def teacher_forced(self, slots: DraftSlots, previous: Tensor) -> Tensor:
+        """Corrected logits [*, g, draft vocabulary] when the token before each slot is known: int [*, g]."""
+        if self.markov_head is None:
+            return slots.logits
+        return slots.logits + cast(Tensor, self.markov_head(previous, slots.hidden)).float()
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """Raw confidence per slot, [*, g] fp32, for hidden [*, g, d] and the token before each slot, int "
+        "[*, g]."""
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence_with_markov and self.markov_head is not None:
+            hidden = torch.cat((hidden, self.markov_head.markov_w1(previous)), dim=-1)
+        return cast(Tensor, self.confidence_head(hidden)).squeeze(-1).float()
+
+    def survival(self, confidence: Tensor) -> Tensor:
+        """Chance that each draft and all before it are accepted, [*, g], from confidence logits [*, g].
+
+        Logits are divided by the position's STS temperature first (sequential temperature scaling, DSpark).
+        """
+        temperatures = self.sts_temperatures[: confidence.shape[-1]]
+        return torch.sigmoid(confidence / temperatures).cumprod(-1)
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        return ids if self.target_ids is None else self.target_ids[ids]
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Training start: matrices ~ N(0, initializer_range), norms 1, biases 0.
+
+        W2 starts at 0, so that the sequential head begins as "no correction".
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, self.config.layers.initializer_range, generator=generator)
+        if self.markov_head is not None:
+            self.markov_head.markov_w2.weight.zero_()
