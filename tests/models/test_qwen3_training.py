@@ -36,7 +36,7 @@ def test_gradients_match_finite_differences() -> None:
     for parameter in parameters:
         if parameter.dim() == 2:
             parameter.data *= 10  # at 0.02 attention is all but uniform and its gradients vanish
-    loss_of(model, tokens).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, tokens).backward()
     generator = torch.Generator().manual_seed(2)
     direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
     slope = sum(
@@ -61,7 +61,7 @@ def test_a_few_steps_learn() -> None:
     for _ in range(30):
         loss = loss_of(model, tokens)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
