@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_cases import TEMPLATE, build_backend, hostile_text, ordinary_text, write_checkpoint
 
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.text import ChatTemplate, Tokenizer
+from support.text_cases import TEMPLATE, build_backend, hostile_text, ordinary_text, write_checkpoint
 
 Messages = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    found = ChatTemplate.from_folder(folder, tokenizer)
+def template(text_folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    found = ChatTemplate.from_folder(text_folder, tokenizer)
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
+def reference(text_folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(text_folder)
 
 
 def conversations(text: st.SearchStrategy[str]) -> st.SearchStrategy[Messages]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_cases import build_backend, valid_text
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from paceline.text import IncrementalDetokenizer, Tokenizer
+from support.text_cases import build_backend, valid_text
 
 
 def _pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, skip: bool = True) -> list[str]:

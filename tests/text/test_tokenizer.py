@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_cases import SPECIALS, build_backend, hostile_text, ordinary_text, write_checkpoint
 from tokenizers import AddedToken, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, RequestError
 from paceline.text import Tokenizer
+from support.text_cases import SPECIALS, build_backend, hostile_text, ordinary_text, write_checkpoint
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
+def reference(text_folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(text_folder)
 
 
 @given(text=hostile_text)

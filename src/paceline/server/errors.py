@@ -70,10 +70,11 @@ def _envelope(message: str, kind: str, param: str | None, code: str | None) -> d
 
 
 def from_validation(error: msgspec.ValidationError) -> RequestError:
-    """Names the field in a schema violation: msgspec says ``... - at `$.field[0]` ``."""
+    """Names the field in a schema violation: msgspec says ``... - at `$.field[0]` ``, or ``... - at `key` in
+    ...``."""
     text = str(error)
     unknown = re.search(r"unknown field `(.*?)`", text)
-    path = re.search(r" - at `\$\.?(.*?)`$", text)
+    path = re.search(r" - at (?:`key` in )?`\$\.?(.*?)`$", text)
     param = path[1] if path else None
     if unknown is not None:
         name = unknown[1][:100]

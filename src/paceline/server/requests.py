@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from paceline.engine.frontend import Frontend, RequestState
-from paceline.errors import RequestError
+from paceline.errors import ContextLengthError, RequestError
 from paceline.sampling.params import SamplingParams
 from paceline.server.schema import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
 
@@ -51,7 +51,11 @@ async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> Request
     ids = await render_chat(frontend, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = _params(frontend, body, ids, asked, None, logprobs=top if body.logprobs else None)
-    return _prepare(frontend, body, "chatcmpl", ids, params, None)
+    try:
+        return _prepare(frontend, body, "chatcmpl", ids, params, None)
+    except ContextLengthError as error:
+        error.param = "messages" if error.param == "prompt" else error.param
+        raise
 
 
 async def completion_states(

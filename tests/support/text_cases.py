@@ -56,7 +56,7 @@ TEMPLATE = """
 
 
 def build_backend() -> Backend:
-    """Train the tokenizer: 256 bytes, about 300 merges, then the added tokens."""
+    """Train the tokenizer: 256 bytes, some 180 merges, then the added tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(

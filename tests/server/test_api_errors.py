@@ -1,0 +1,297 @@
+"""Everything refused is refused in OpenAI's envelope, by name, small, and without a look inside."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, EngineDeadError, RequestError
+from paceline.server.options import ServeOptions
+from support.server_cases import MAX_MODEL_LEN, Api, ScriptedEngine, envelope, events_in
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("structured_outputs", {"regex": "a"}),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]),
+        ("functions", [{}]),
+        ("logits_processors", ["x"]),
+        ("use_beam_search", True),
+        ("reasoning_effort", "high"),
+        ("continue_final_message", True),
+        ("chat_template", "{{ 1 }}"),
+        ("truncate_prompt_tokens", 1),
+        ("echo", True),
+        ("add_special_tokens", True),
+    ],
+)
+def test_unsupported_chat_fields_are_refused_by_name(api: Api, field: str, value: Any) -> None:
+    error = api.refused(CHAT, {"messages": HI, field: value})
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("suffix", "x"), ("prompt_embeds", ["x"]), ("use_beam_search", 1)]
+)
+def test_unsupported_completion_fields_are_refused_by_name(api: Api, field: str, value: Any) -> None:
+    assert api.refused(COMPLETIONS, {"prompt": "x", field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"temprature": 1}, "temprature"),
+        ({"stream_options": {"include_use": True}, "stream": True}, "stream_options.include_use"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+    ],
+)
+def test_unknown_fields_are_named(api: Api, body: dict[str, Any], param: str) -> None:
+    error = api.refused(CHAT, {"messages": HI, **body})
+    assert error["param"] == param and error["code"] == "unknown_field"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e9}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [512]}, "stop_token_ids"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"512": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(2**63): 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"seed": 2**64}, "seed"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_bad_chat_values_are_named(
+    api: Api, scripted: ScriptedEngine, body: dict[str, Any], param: str
+) -> None:
+    error = api.refused(CHAT, {"messages": HI, **body})
+    assert error["param"] == param
+    assert scripted.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [2**31]}, "prompt[0]"),
+        ({"prompt": [2**64]}, "prompt[0]"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "x", "logprobs": 6}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
+    ],
+)
+def test_bad_completion_values_named(api: Api, scripted: ScriptedEngine, body: Any, param: str) -> None:
+    assert api.refused(COMPLETIONS, body)["param"] == param
+    assert scripted.requests == []
+
+
+def test_context_overflow(api: Api) -> None:
+    error = api.refused(COMPLETIONS, {"prompt": [64] * 250, "max_tokens": 7})
+    assert error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
+    assert "257 tokens (250 in the prompt, 7 for the output)" in error["message"]
+    error = api.refused(CHAT, {"messages": [{"role": "user", "content": "x " * 400}]})
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    api.complete(prompt=[64] * 250, max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"a": 1}}', b"[" * 100_000]
+)
+def test_bodies_that_are_no_objects(api: Api, body: bytes) -> None:
+    response = api.request("POST", CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    envelope(response)
+
+
+def test_deep_and_long_input_gives_a_small_answer(api: Api) -> None:
+    deep: Any = "x"
+    for _ in range(500):
+        deep = {"a": deep}
+    api.refused(CHAT, {"messages": HI, "chat_template_kwargs": {"d": deep}})
+    api.refused(CHAT, {"messages": HI, "x" * 100_000: 1})
+    api.refused(CHAT, {"messages": HI, "stop": ["y" * 100_000]})
+    api.refused(CHAT, {"messages": HI, "model": "z" * 100_000}, status=404)
+    envelope(api.get("/" + "w" * 10_000))
+
+
+def test_lone_surrogates(api: Api) -> None:
+    for text in ("\ud800", "a\udfffb"):
+        body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+        response = api.request("POST", CHAT, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        envelope(response)
+
+
+def test_unknown_model_route_and_method(api: Api) -> None:
+    error = api.refused(CHAT, {"messages": HI, "model": "gpt-5"}, status=404)
+    assert error["code"] == "model_not_found" and error["param"] == "model" and "mini" in error["message"]
+    assert api.get("/v1/models/gpt-5").status_code == 404
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/docs", 404),
+        ("GET", "/v1/models/", 404),
+    ):
+        response = api.request(method, path)
+        assert response.status_code == status, path
+        envelope(response)
+    assert api.request("GET", CHAT).headers["allow"] == "POST"
+
+
+def test_body_limits(scripted: ScriptedEngine) -> None:
+    api = Api(scripted, ServeOptions(max_body_bytes=1000))
+    assert api.refused(CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}, 413)["code"] == (
+        "request_too_large"
+    )
+
+    async def chunks() -> Any:
+        for _ in range(100):
+            yield b"x" * 100
+
+    response = api.request("POST", CHAT, content=chunks())  # no content-length
+    assert response.status_code == 413
+    response = api.request("POST", CHAT, content=b"a=b", headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    assert envelope(response)["param"] is None
+
+
+def test_dead_engine_is_503(api: Api, scripted: ScriptedEngine) -> None:
+    scripted.dead = True
+    for body in ({"messages": HI}, {"messages": HI, "stream": True}):
+        error = api.refused(CHAT, body, status=503)
+        assert error["type"] == "server_error" and error["code"] == "engine_dead"
+    assert b"paceline:engine_up" in api.get("/metrics").content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_before_the_first_token_have_their_status(
+    api: Api, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.fail_after = 0
+    cases = (
+        (EngineDeadError("gone"), 503),
+        (RequestError("too big for the pool", param="prompt"), 400),
+        (ZeroDivisionError("secret /path 0x7f00"), 500),
+    )
+    for failure, status in cases:
+        scripted.failure = failure
+        error = api.refused(CHAT, {"messages": HI, "stream": stream}, status=status)
+        assert "secret" not in error["message"]
+
+
+def test_failures_in_a_stream_are_events(
+    api: Api, scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.fail_after = 3
+    response = api.post(CHAT, {"messages": HI, "stream": True})
+    *_, last = events_in(response.content)
+    assert response.status_code == 200
+    assert last["error"]["code"] == "engine_dead"
+    scripted.failure = ZeroDivisionError("secret")
+    with caplog.at_level(logging.ERROR):
+        *_, last = events_in(api.post(CHAT, {"messages": HI, "stream": True}).content)
+    assert last["error"]["code"] == "internal_error"
+    assert "secret" not in last["error"]["message"] and "secret" in caplog.text
+
+
+def test_one_failing_prompt_ends_the_others(api: Api, scripted: ScriptedEngine) -> None:
+    calls = 0
+
+    async def hold(step: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RequestError("no room")
+
+    scripted.hold = hold
+    api.refused(COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 64})
+    assert len(scripted.aborted) == 3
+
+
+def test_keys_guard_everything_but_health(scripted: ScriptedEngine) -> None:
+    api = Api(scripted, ServeOptions(api_keys=("sk-one", "sk-two")))
+    assert api.get("/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/version", "/nothing", "/health/", "//health"):
+        response = api.get(path)
+        assert response.status_code == 401, path
+        assert envelope(response)["code"] == "invalid_api_key"
+    for header in ("sk-one", "Bearer", "Bearer ", "Bearer sk-", "Basic sk-one", "Bearer sk-one2", "Bearer é"):
+        assert api.get("/v1/models", headers={"authorization": header.encode()}).status_code == 401, header
+    for key in ("sk-one", "sk-two"):
+        assert api.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="API key is empty"):
+        ServeOptions(api_keys=("",))
+    with pytest.raises(ConfigError, match="model name is empty"):
+        ServeOptions(served_model_names=("",))
+    with pytest.raises(ConfigError, match="must be positive"):
+        ServeOptions(max_body_bytes=0)
+
+
+def test_without_a_chat_template(tmp_path: Path) -> None:
+    from support.text_cases import build_backend, write_checkpoint
+
+    engine = ScriptedEngine(write_checkpoint(tmp_path, build_backend(), chat_template=None))
+    error = Api(engine).refused(CHAT, {"messages": HI})
+    assert "no chat template" in error["message"]
