@@ -188,7 +188,8 @@ any_params = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.5, 0.6]),
     min_tokens=st.sampled_from([0, 0, 1, 4]),
     stop_token_ids=st.lists(token, max_size=3),
-    logit_bias=st.none() | st.dictionaries(token, st.sampled_from([-100.0, -3.0, 2.0]), max_size=3),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, 8), st.sampled_from([-100.0, -3.0, 2.0]), max_size=3),
     allowed_token_ids=st.none() | st.none() | st.lists(token, min_size=1, max_size=20),
     bad_words_ids=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4),
 )
@@ -352,6 +353,8 @@ def test_a_slot_taken_over_keeps_nothing_of_its_last_tenant() -> None:
     assert sample(logits.clone(), rows, state, state.features([0])).tokens.tolist() == [1]
     state.set_slot(0, greedy(), 1, 1)
     again = sample(logits.clone(), rows, state, state.features([0]))
+    state.set_slot(0, greedy(logit_bias={7: 100.0}, allowed_token_ids=[6, 7]), 1, 1)
+    assert sample(logits.clone(), rows, state, state.features([0])).tokens.tolist() == [7]
     assert again.tokens.tolist() == logits.argmax(-1).tolist()
     assert again.logprobs is None
 

@@ -1,4 +1,4 @@
-"""Log-probabilities: of the raw logits, for the chosen token and the most likely ones, outputs and prompts."""
+"""Log-probabilities: of the raw logits, for the chosen token and the most likely ones."""
 
 from __future__ import annotations
 

@@ -187,6 +187,10 @@ class SamplingState:
         assert lists is not None, f"slot {slot} has no lists"
         return lists
 
+    def any_random(self, slots: Sequence[int]) -> bool:
+        """Whether any of these slots draws at random rather than greedily."""
+        return bool((self._flags[np.asarray(slots, dtype=np.int64)] & RANDOM).any())
+
     def features(self, slots: Sequence[int] | IntArray) -> SamplingFeatures:
         """What a step needs whose sampled rows, in order, belong to these slots."""
         slots = np.asarray(slots, dtype=np.int64)

@@ -92,7 +92,7 @@ def _piece_kernel(
         score = tl.load(logits_ptr + row * vocab_size + tokens, mask=inside, other=-float("inf"))
         if not greedy:
             score = score * inv_temperature + gumbel(key, tokens)
-        score = tl.where(inside & (score == score), score, -float("inf"))  # NaN loses
+        score = tl.where(score == score, score, -float("inf"))  # NaN loses
         block_score = tl.max(score, axis=0)
         block_token = tl.min(tl.where(inside & (score == block_score), tokens, vocab_size - 1), axis=0)
         better = block_score > best_score  # strict: an earlier block keeps a tie, so the lowest id wins
