@@ -12,7 +12,7 @@ The embedding and the head are the target's, never copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -192,12 +192,11 @@ class Drafter(nn.Module):
         )
         width = d + (config.markov_rank if config.confidence_with_markov else 0)
         self.confidence_head = Linear(width, 1, device=device, dtype=dtype) if config.confidence else None
-        self.lm_head: Linear | None = None
-        self.target_ids: Tensor | None = None  # [draft vocabulary]: the target's id of each draft id
-        if config.reduced_vocab:
-            self.lm_head = Linear(d, config.draft_vocab_size, bias=False, device=device, dtype=dtype)
-            ids = torch.arange(config.draft_vocab_size, device=device)
-            self.register_buffer("target_ids", ids)
+        reduced, vocab = config.reduced_vocab, config.draft_vocab_size
+        self.lm_head = Linear(d, vocab, bias=False, device=device, dtype=dtype) if reduced else None
+        # The target's id of each draft id, [draft vocabulary]; None when they are the same.
+        self.target_ids: Tensor | None
+        self.register_buffer("target_ids", torch.arange(vocab, device=device) if reduced else None)
         # One scale per draft position on confidence logits, from sequential temperature scaling; 1 =
         # uncalibrated.
         self.sts_temperatures: Tensor
@@ -295,7 +294,14 @@ class Drafter(nn.Module):
         drafts = hidden[..., first : first + (num_drafts or self.config.max_drafts), :]
         return DraftSlots(drafts, self.head(drafts))
 
-    def chain(self, slots: DraftSlots, anchors: Tensor, given: Tensor | None = None) -> Chain:
+    def chain(
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        given: Tensor | None = None,
+        *,
+        noise: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Chain:
         """Draft greedily, slot by slot, each corrected for the token before it.
 
         A hedge at position p is the chain whose ``given`` holds the first chain's tokens before p, its
@@ -305,6 +311,7 @@ class Drafter(nn.Module):
             slots: g slots per block.
             anchors: int [*], the token before the first slot.
             given: int [*, g], target ids that are taken as drafted; -1 where the drafter chooses.
+            noise: maps (slot, corrected logits) to what the choice is made from, for sampled requests.
         """
         previous = anchors.long()
         head = self.markov_head
@@ -315,8 +322,9 @@ class Drafter(nn.Module):
             if head is not None and state is not None:
                 z, state = head.step(head.markov_w1(previous), slots.hidden[..., slot, :], state)
                 logits = logits + head.markov_w2(z).float()
-            best = logits.argmax(-1)
-            second = logits.scatter(-1, best[..., None], float("-inf")).argmax(-1)
+            scores = logits if noise is None else noise(slot, logits)
+            best = scores.argmax(-1)
+            second = scores.scatter(-1, best[..., None], float("-inf")).argmax(-1)
             before.append(previous)
             previous = self._to_target(best)
             if given is not None:
