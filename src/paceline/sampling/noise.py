@@ -92,5 +92,5 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     torch.bitwise_right_shift(x, 15, out=shifted)
     x.bitwise_xor_(shifted).mul_(_signed32(MUL2))
     torch.bitwise_right_shift(x, 15, out=shifted)
-    v = x.bitwise_xor_(shifted).to(torch.float32).add_(0.5).mul_(SCALE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    minus_v = x.bitwise_xor_(shifted).to(torch.float32).add_(0.5).mul_(-SCALE)
+    return minus_v.log1p_().neg_().log_().neg_()

@@ -23,13 +23,19 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 # Flags of a slot. A filter that cannot change a greedy choice is not set for a greedy slot.
 RANDOM = 1
-TRUNCATED = 2  # top_k or top_p: needs the row in order
-MIN_P = 4
-PENALTY = 8
-BIAS = 16
-ALLOWED = 32
-BAD_WORDS = 64
-MIN_TOKENS = 128
+SHORT = 2  # a top_k of at most SHORT_K: its row is served from its top_k largest tokens
+LARGE = 4  # a larger top_k
+NUCLEUS = 8  # top_p alone
+TRUNCATED = SHORT | LARGE | NUCLEUS  # at most one of the three
+MIN_P = 16
+PENALTY = 32
+BIAS = 64
+ALLOWED = 128
+BAD_WORDS = 256
+MIN_TOKENS = 512
+
+SHORT_K = 1024
+"""A top_k up to here is served from the row's ``top_k`` largest tokens; above, the row is sorted."""
 
 # Columns of the float64 table. Not fp32: its 0.8 is above 0.8, and of ten equal tokens would keep nine.
 INV_TEMPERATURE, TOP_P, MIN_P_COLUMN, PRESENCE, FREQUENCY, REPETITION, NUM_FLOATS = range(7)
@@ -108,8 +114,6 @@ class SamplingFeatures:
 
 
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
-SHORT_K = 1024
-"""A top_k up to here is served from the row's ``top_k`` largest tokens; above, the row is sorted."""
 
 
 CPU_PART_BYTES = 2**18
@@ -194,31 +198,31 @@ class SamplingState:
     def features(self, slots: Sequence[int] | IntArray) -> SamplingFeatures:
         """What a step needs whose sampled rows, in order, belong to these slots."""
         slots = np.asarray(slots, dtype=np.int64)
-        flags, num_top, top_k = self._flags[slots], self._num_top[slots], self._top_k[slots]
-        union = int(np.bitwise_or.reduce(flags)) if len(slots) else 0
+        flags, num_top = self._flags[slots], self._num_top[slots]
+        union = int(np.bitwise_or.reduce(flags, initial=0))
 
-        def having(flag: int) -> IntArray:
-            return np.flatnonzero(flags & flag) if union & flag else NO_ROWS
+        def having(mask: int, value: int) -> IntArray:
+            return np.flatnonzero((flags & mask) == value) if union & value == value else NO_ROWS
 
-        truncated = (flags & TRUNCATED) > 0
-        plain = np.flatnonzero((flags & (RANDOM | TRUNCATED)) == RANDOM)
-        short = np.flatnonzero(truncated & (top_k <= SHORT_K))
+        short = having(SHORT, SHORT)
+        plain = having(RANDOM | TRUNCATED, RANDOM)
+        most = int(num_top.max(initial=-1))
         return SamplingFeatures(
             slots=slots,
-            greedy=np.flatnonzero((flags & RANDOM) == 0),
+            greedy=having(RANDOM, 0),
             plain=plain,
-            plain_min_p=bool((flags[plain] & MIN_P).any()),
+            plain_min_p=bool((flags[plain] & MIN_P).any()) if union & MIN_P else False,
             short=short,
-            short_k=int(top_k[short].max()) if len(short) else 0,
-            nucleus=np.flatnonzero(truncated & (top_k == NO_LIMIT)),
-            large=np.flatnonzero(truncated & (top_k > SHORT_K) & (top_k < NO_LIMIT)),
-            penalty=having(PENALTY),
-            bias=having(BIAS),
-            allowed=having(ALLOWED),
-            bad_words=having(BAD_WORDS),
-            min_tokens=having(MIN_TOKENS),
-            logprobs=np.flatnonzero(num_top >= 0),
-            num_top=max(int(num_top.max()), 0) if len(slots) else 0,
+            short_k=int(self._top_k[slots[short]].max(initial=0)),
+            nucleus=having(TRUNCATED, NUCLEUS),
+            large=having(TRUNCATED, LARGE),
+            penalty=having(PENALTY, PENALTY),
+            bias=having(BIAS, BIAS),
+            allowed=having(ALLOWED, ALLOWED),
+            bad_words=having(BAD_WORDS, BAD_WORDS),
+            min_tokens=having(MIN_TOKENS, MIN_TOKENS),
+            logprobs=np.flatnonzero(num_top >= 0) if most >= 0 else NO_ROWS,
+            num_top=max(most, 0),
         )
 
     def _make_lists(self, p: SamplingParams) -> SlotLists | None:
@@ -247,7 +251,11 @@ def _flags(p: SamplingParams, vocab_size: int) -> int:
     flags = 0
     if not p.greedy:
         flags |= RANDOM
-        flags |= TRUNCATED * (_top_k(p, vocab_size) < NO_LIMIT or p.top_p < 1.0)
+        top_k = _top_k(p, vocab_size)
+        if top_k < NO_LIMIT:
+            flags |= SHORT if top_k <= SHORT_K else LARGE
+        elif p.top_p < 1.0:
+            flags |= NUCLEUS
         flags |= MIN_P * (p.min_p > 0.0)
     flags |= PENALTY * (p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1)
     flags |= BIAS * bool(p.logit_bias)
