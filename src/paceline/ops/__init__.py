@@ -1,13 +1,35 @@
-"""Every kernel: a torch reference and a Triton version behind one function."""
+"""Every kernel: a torch reference and a Triton version behind one function.
+
+The tensors' device decides: CUDA runs the Triton version, anything else the reference. Where a gradient is
+needed, or under torch.compile, the differentiable ops run the reference on every device.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
 from paceline.ops import reference, reference_attention
 from paceline.ops.layout import RowLayout
 
 __all__ = ["RowLayout", "add_rms_norm", "paged_attention", "qk_norm_rope_write", "rms_norm", "silu_mul"]
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The Triton versions. Imported late: Triton is not there on a CPU-only install."""
+    from paceline.ops import triton
+
+    return triton
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,6 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [*, d] in x's dtype.
     """
+    if x.is_cuda and not _differentiated(x, weight):
+        return _kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     return reference.rms_norm(x, weight, eps)
 
 
@@ -38,11 +62,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         The normed sum and the sum, both [*, d].
     """
+    if x.is_cuda and not _differentiated(x, residual, weight):
+        return _kernels().add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
     return reference.add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` where ``gate_up`` [*, 2I] holds gate, then up. Returns [*, I]."""
+    if gate_up.is_cuda and not _differentiated(gate_up):
+        return _kernels().silu_mul(gate_up)  # type: ignore[no-any-return]
     return reference.silu_mul(gate_up)
 
 
@@ -71,13 +99,18 @@ def qk_norm_rope_write(
     Returns:
         q [R, H, D], normed and rotated, in qkv's dtype.
     """
-    return reference.qk_norm_rope_write(
-        qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache
-    )
+    write = _kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
+    return write(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: RowLayout, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: RowLayout,
+    scale: float,
+    window: int | None = None,
+    bidirectional: bool = False,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's keys, its own position included.
 
@@ -90,8 +123,10 @@ def paged_attention(
         layout: whose rows these are.
         scale: factor of the scores before the softmax.
         window: a row at position p sees positions above ``p - window`` only; None sees all.
+        bidirectional: a row also sees the later rows of its own sequence in this layout: a drafter's block.
 
     Returns:
         [R, H, D] in q's dtype; padding rows (from ``row_start[B]`` on) hold unspecified values.
     """
-    return reference_attention.paged_attention(q, k_cache, v_cache, layout, scale, window)
+    attend = _kernels().paged_attention if q.is_cuda else reference_attention.paged_attention
+    return attend(q, k_cache, v_cache, layout, scale, window, bidirectional)

@@ -61,14 +61,20 @@ class AttentionPlan:
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: RowLayout, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: RowLayout,
+    scale: float,
+    window: int | None = None,
+    bidirectional: bool = False,
 ) -> Tensor:
-    """Causal attention of every row over its sequence's paged keys."""
+    """Attention of every row over its sequence's paged keys; see :func:`paceline.ops.paged_attention`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    key = (window, q.shape[1], k_cache.shape[1:], k_cache.dtype)  # target and drafter may share a layout
+    key = (window, bidirectional, q.shape[1], k_cache.shape[1:], k_cache.dtype)  # target and drafter may share a layout
     plan = layout.derived.get(key)
     if plan is None:
-        groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window)
+        groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window, bidirectional)
         room = (max((group.keys.numel() for group in groups), default=0), head_dim)
         plan = layout.derived[key] = AttentionPlan(groups, k_cache.new_empty(room), v_cache.new_empty(room))
     out = torch.zeros_like(q)
@@ -128,7 +134,12 @@ class _Span(NamedTuple):
 
 
 def plan_groups(
-    layout: RowLayout, block_size: int, num_heads: int, num_kv_heads: int, window: int | None
+    layout: RowLayout,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    bidirectional: bool,
 ) -> list[AttentionGroup]:
     """Split a layout into groups alike in rows, near in length, and small enough to gather at once."""
     slots, starts = layout.slots.tolist(), layout.row_start.tolist()
@@ -149,7 +160,8 @@ def plan_groups(
             gathered = (i + 2 - begin) * following.num_blocks * block_size * num_kv_heads
             if gathered <= GATHERED_KEYS:
                 continue
-        groups.append(_group(spans[begin : i + 1], layout, block_size, num_heads, num_kv_heads, window))
+        group = spans[begin : i + 1]
+        groups.append(_group(group, layout, block_size, num_heads, num_kv_heads, window, bidirectional))
         begin = i + 1
     return groups
 
@@ -161,6 +173,7 @@ def _group(
     num_heads: int,
     num_kv_heads: int,
     window: int | None,
+    bidirectional: bool,
 ) -> AttentionGroup:
     # numpy: a tenth of torch's cost for arrays this small
     n, max_blocks = spans[0].num_rows, spans[-1].num_blocks
@@ -178,9 +191,10 @@ def _group(
     key = (block[:, :, None] * block_size + np.arange(block_size)).reshape(len(spans), -1)  # [B, N]
     key = np.where(position < computed + n, key, key[:, :1])
 
-    hidden = position[:, None] > query[:, :, None]  # [B, n, N]
+    last = query[:, -1:] if bidirectional else query  # position of the last key a row sees
+    hidden = np.broadcast_to(position[:, None] > last[:, :, None], (len(spans), n, position.shape[1]))
     if window is not None:
-        hidden |= position[:, None] <= query[:, :, None] - window
+        hidden = hidden | (position[:, None] <= query[:, :, None] - window)
     mask = np.where(hidden, np.float32("-inf"), np.float32(0))
     causal = False
     packed = n <= PACKED_ROWS
@@ -191,7 +205,7 @@ def _group(
     else:
         num_keys = spans[0].computed + n - spans[0].first_block * block_size
         key, mask = key[:, :num_keys], mask[0, :, :num_keys]
-        causal = num_keys == n and (window is None or window >= n)
+        causal = num_keys == n and (window is None or window >= n) and not bidirectional
     keys = key[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]  # [B, KV, N]
     return AttentionGroup(
         rows=torch.from_numpy((first_row + np.arange(n)).reshape(-1)),

@@ -1,0 +1,264 @@
+"""The Triton kernels against the definitions: on a GPU, or in the interpreter (test_ops_interpreted.py)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
+from torch import Tensor
+
+from paceline.ops import reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+EPS = 1e-6
+
+if not INTERPRETED:
+    pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def kernels() -> Any:
+    from paceline.ops import triton
+
+    return triton
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory the kernels are handed holds NaN, so an element they fail to write is seen."""
+
+    def poisoned(size: tuple[int, ...], **options: Any) -> Tensor:
+        return torch.full(size, torch.nan, **options)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+
+
+def close(out: Tensor, expected: Tensor) -> None:
+    """To the rounding of out's dtype."""
+    bound = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[out.dtype]
+    torch.testing.assert_close(out.cpu().double(), expected.cpu().double(), atol=bound, rtol=bound)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (2, 3, 320), (0, 64)])
+def test_norms(kernels: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    weight = random(shape[-1], dtype=dtype)
+    close(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    normed, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual)
+    close(normed, reference.rms_norm(x + residual, weight, EPS))
+
+
+def test_norm_of_a_slice_reads_only_the_slice(kernels: Any) -> None:
+    wide, weight = random(5, 96, dtype=torch.float32), random(32, dtype=torch.float32)
+    x = wide[:, 32:64]
+    close(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 2100), (0, 64)])
+def test_silu_mul(kernels: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate_up = 4 * random(*shape, dtype=dtype)
+    close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64)])
+def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = random(6, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    q_norm, k_norm = random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)
+    table = rope_table(50, head_dim)
+    positions = torch.tensor([3, 0, 49, 7, 8, 9], dtype=torch.int32, device=DEVICE)
+    kv_slots = torch.tensor([5, -1, 31, 0, -7, 16], device=DEVICE)
+    caches = torch.full((2, 2, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    args = (qkv, q_norm, k_norm, EPS, table.to(DEVICE), positions, kv_slots)
+    q = kernels.qk_norm_rope_write(*args, caches[0], caches[1])
+
+    by_reference = torch.full_like(caches, 7.0)
+    close(q, reference.qk_norm_rope_write(*args, by_reference[0], by_reference[1]))
+    close(caches, by_reference)
+    written = kv_slots >= 0
+    v = qkv.view(6, -1, head_dim)[written, -num_kv_heads:]
+    assert torch.equal(caches[1].view(32, num_kv_heads, head_dim)[kv_slots[written]], v)
+    if dtype == torch.float32:
+        q_heads = qkv.view(6, -1, head_dim)[:, :num_heads]
+        close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
+
+
+def attend(kernels: Any, scene: Scene, window: int | None = None, config: Any = None) -> Tensor:
+    out: Tensor = kernels.paged_attention(
+        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, config
+    )
+    return out
+
+
+def configs() -> list[Any]:
+    """The chooser's own, small tiles that force the search, and more splits than there are keys to share."""
+    from paceline.ops.triton.attention import AttentionConfig
+
+    return [
+        None,
+        AttentionConfig(block_m=16, block_n=16, num_splits=1, num_warps=4, num_stages=2),
+        AttentionConfig(block_m=16, block_n=32, num_splits=3, num_warps=4, num_stages=2),
+        AttentionConfig(block_m=64, block_n=16, num_splits=9, num_warps=4, num_stages=2),
+    ]
+
+
+BORDERS = [(length - 1, 1) for length in (1, 15, 16, 17, 31, 32, 33, 64, 65, 130)]
+MIXED = [(0, 37), (50, 1), (15, 8), (0, 1), (16, 1), (3, 21)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("config", "window"), [(0, None), (0, 1), (0, 20), (1, None), (2, None), (2, 20), (3, None)]
+)
+@pytest.mark.parametrize("spans", [BORDERS, MIXED], ids=["borders", "mixed"])
+def test_attention(
+    kernels: Any, spans: list[tuple[int, int]], config: int, window: int | None, dtype: torch.dtype
+) -> None:
+    scene = make_scene(spans, dtype=dtype, device=DEVICE)
+    close(attend(kernels, scene, window, configs()[config]), scene.expected(window))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [(torch.float32, 16), (torch.float32, 64)]
+    if INTERPRETED
+    else [(torch.bfloat16, 16), (torch.bfloat16, 64), (torch.float16, 16)],
+)
+@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 4, 64), (8, 2, 128), (5, 1, 32)])
+def test_attention_geometries(
+    kernels: Any, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    for spans in ([(70, 1), (0, 21), (20, 8)], [(65, 1)]):
+        scene = make_scene(
+            spans,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=DEVICE,
+        )
+        for config in configs()[:3:2]:
+            close(attend(kernels, scene, config=config), scene.expected())
+
+
+def test_attention_of_shuffled_sequences_is_shuffled(kernels: Any) -> None:
+    order = [3, 0, 5, 4, 2, 1]
+    straight, shuffled = make_scene(MIXED, device=DEVICE), make_scene(MIXED, device=DEVICE, order=order)
+    for config in configs()[1:3]:
+        parts = attend(kernels, straight, config=config).split(straight.layout.host_rows)
+        shuffled_parts = attend(kernels, shuffled, config=config).split(shuffled.layout.host_rows)
+        for place, seq in enumerate(order):
+            close(shuffled_parts[place], parts[seq])
+
+
+@pytest.mark.parametrize("config", range(4))
+def test_attention_follows_the_device_when_rows_shrink(kernels: Any, config: int) -> None:
+    """A captured grid is right for every layout within its bounds: fewer rows, none, or padding."""
+    scene = make_scene([(20, 5), (3, 8), (33, 1)], device=DEVICE)
+    scene.layout.host_rows = (21, 21, 21, 21)
+    scene.layout.host_max_context = 4000
+    last = scene.layout.row_start[-1:]
+    scene.layout.row_start = torch.cat((scene.layout.row_start, last))
+    scene.layout.slots = torch.cat((scene.layout.slots, scene.layout.slots[:1]))
+    rows = scene.q.shape[0]
+    expected = scene.expected()
+    scene.q = torch.cat((scene.q, torch.full_like(scene.q[:4], torch.nan)))
+    close(attend(kernels, scene, config=configs()[config])[:rows], expected)
+
+
+def test_attention_refuses_what_it_has_no_kernel_for(kernels: Any) -> None:
+    from paceline.errors import ConfigError
+
+    scene = make_scene([(3, 1)], head_dim=48, device=DEVICE)
+    with pytest.raises(ConfigError, match=r"head_dim 48 .* allowed: 32, 64, 128"):
+        attend(kernels, scene)
+    scene = make_scene([(3, 1)], device=DEVICE)
+    scene.q = scene.q.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"q is torch\.bfloat16, the cache is torch\.float32"):
+        attend(kernels, scene)
+
+
+def test_few_tiles_are_split_and_many_are_not(kernels: Any) -> None:
+    from paceline.ops.triton.attention import choose_config
+
+    def splits(spans: list[tuple[int, int]], max_context: int) -> int:
+        layout = make_scene(spans).layout
+        layout.host_max_context = max_context
+        rows = sum(layout.host_rows)
+        return choose_config(layout, rows, 4, 8, torch.bfloat16, num_processors=132).num_splits
+
+    assert splits([(1000, 1)], 1024) == 8  # bounded by the keys worth a split
+    assert splits([(1000, 1)], 32768) == 33  # fills 132 processors twice
+    assert splits([(1, 1)] * 64, 32768) == 1
+    assert splits([(0, 1024)], 32768) == 1
+
+
+if not INTERPRETED:
+
+    def test_steps_never_wait_for_the_device_and_can_be_captured(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from paceline import ops
+
+        monkeypatch.undo()
+        table = rope_table(4096, 128).to(DEVICE)
+        weight, norm = random(1024, dtype=torch.bfloat16), random(128, dtype=torch.bfloat16)
+        x = random(46, 1024, dtype=torch.bfloat16)
+        qkv = random(46, 16 * 128, dtype=torch.bfloat16)
+        scene = make_scene(
+            [(0, 37), (50, 1), (15, 8)],
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device=DEVICE,
+        )
+        layout, k_cache, v_cache = scene.layout, scene.k_cache, scene.v_cache
+
+        def step() -> Tensor:
+            normed, total = ops.add_rms_norm(x, x, weight, EPS)
+            ops.silu_mul(ops.rms_norm(normed, weight, EPS) + total)
+            q = ops.qk_norm_rope_write(
+                qkv, norm, norm, EPS, table, layout.positions, layout.kv_slots, k_cache, v_cache
+            )
+            return ops.paged_attention(q, k_cache, v_cache, layout, scene.scale)
+
+        with torch.inference_mode():
+            eager = step()  # compiles
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step()
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, eager)
+
+    def test_gradients_flow_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+        from paceline import ops
+
+        monkeypatch.undo()
+        x = torch.randn(4, 64, device=DEVICE, requires_grad=True)
+        weight = torch.randn(64, device=DEVICE, requires_grad=True)
+        ops.silu_mul(ops.add_rms_norm(ops.rms_norm(x, weight, EPS), x, weight, EPS)[0]).sum().backward()
+        assert x.grad is not None and weight.grad is not None
