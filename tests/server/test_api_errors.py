@@ -172,7 +172,7 @@ def test_deep_and_long_input_gives_a_small_answer(api: Api) -> None:
 
 
 def test_lone_surrogates(api: Api) -> None:
-    for text in ("\ud800", "a\udfffb"):
+    for text in ("\ud800", "a\udfffb", "\ud83d\ud83d", "\udc00\ud800"):
         body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
         response = api.request("POST", CHAT, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
@@ -228,7 +228,7 @@ def test_failures_before_the_first_token_have_their_status(
 ) -> None:
     scripted.fail_after = 0
     cases = (
-        (EngineDeadError("gone"), 503),
+        (EngineDeadError("secret: AttributeError"), 503),
         (RequestError("too big for the pool", param="prompt"), 400),
         (ZeroDivisionError("secret /path 0x7f00"), 500),
     )

@@ -48,7 +48,10 @@ def error_content(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestError):
         return 400, _envelope(error.message, "invalid_request_error", error.param, error.code)
     if isinstance(error, EngineDeadError):
-        return 503, _envelope(str(error), "server_error", None, "engine_dead")
+        # Why it stopped is for the operator, who finds it in the log; it may quote the engine's own
+        # exception.
+        message = "The engine is down and the request was not completed. Send it again in a while."
+        return 503, _envelope(message, "server_error", None, "engine_dead")
     reference = uuid.uuid4().hex[:12]
     logger.error("Internal error %s", reference, exc_info=error)
     message = f"Internal server error. The server's log has the details under {reference}."
@@ -64,8 +67,6 @@ def error_response(error: Exception) -> Response:
 def _envelope(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
     if len(message) > MAX_MESSAGE_LEN:
         message = message[: MAX_MESSAGE_LEN - 3] + "..."
-    # a client may have sent a lone surrogate, which no JSON encoder takes
-    message = message.encode("utf-8", "replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -227,7 +227,7 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "guided_choice": ((), "Only plain text is produced."),
     "guided_grammar": ((), "Only plain text is produced."),
     "use_beam_search": ((False,), "Use sampling, with n for several candidates."),
-    "length_penalty": ((1, 1.0), "It belongs to beam search, which is not available."),
+    "length_penalty": ((1,), "It belongs to beam search, which is not available."),
     "logits_processors": (([],), "Use logit_bias, allowed_token_ids or bad_words."),
     "truncate_prompt_tokens": ((), "Send a prompt that fits."),
     "spaces_between_special_tokens": ((True,), "Leave it out."),
@@ -280,7 +280,7 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
     for name in names:
         value = getattr(request, name, None)
         neutral, advice = _UNSUPPORTED[name]
-        if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
+        if value is not None and value not in neutral:
             raise _unsupported(name, advice)
     if isinstance(request, SamplingFields) and request.stream_options is not None and not request.stream:
         raise RequestError(
