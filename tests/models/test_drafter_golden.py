@@ -231,6 +231,27 @@ def test_teacher_forcing_is_the_chain_with_known_predecessors(name: str) -> None
     close(drafter.teacher_forced(slots, previous), chain.logits)
 
 
+@pytest.mark.parametrize("name", ["dflash_tiny_b16", "dspark_tiny_b7"])
+def test_noise_changes_the_choice_and_nothing_else(name: str) -> None:
+    """Choice and runner-up follow the noisy scores of each slot; reported logits stay the drafter's own."""
+    found, drafter = golden(name)
+    case = detailed(found)[0]
+    anchor = torch.tensor([case["r1"]["anchor"]])
+    _, slots, plain = run_rounds(drafter, [context_tokens(found, case, "r1")], anchor.tolist())
+
+    def noise(slot: int, logits: Tensor) -> Tensor:
+        scores = logits.clone()
+        scores[:, 10 + slot], scores[:, 50 + slot] = 1000.0, 999.0
+        return scores
+
+    chain = drafter.chain(slots, anchor, noise=noise)
+    wanted = list(range(drafter.config.max_drafts))
+    assert chain.tokens[0].tolist() == [10 + slot for slot in wanted]
+    assert chain.runner_up[0].tolist() == [50 + slot for slot in wanted]
+    assert torch.equal(chain.logits, drafter.chain(slots, anchor, given=chain.tokens).logits)
+    assert torch.equal(chain.logits[:, 0], plain.logits[:, 0])
+
+
 def mutant(drafter: Drafter, config: DrafterConfig) -> Drafter:
     """The same weights under another config."""
     changed = Drafter(config, target())

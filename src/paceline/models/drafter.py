@@ -197,8 +197,7 @@ class Drafter(nn.Module):
         # The target's id of each draft id, [draft vocabulary]; None when they are the same.
         self.target_ids: Tensor | None
         self.register_buffer("target_ids", torch.arange(vocab, device=device) if reduced else None)
-        # One scale per draft position on confidence logits, from sequential temperature scaling; 1 =
-        # uncalibrated.
+        # Sequential temperature scaling of the confidence logits, one per draft position; 1 = uncalibrated.
         self.sts_temperatures: Tensor
         self.register_buffer(
             "sts_temperatures", torch.ones(config.max_drafts, device=device), persistent=False
