@@ -8,9 +8,13 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.errors import ConfigError
+from paceline.speculation.config import SpeculativeConfig
 
-BUNDLED_MODEL = Path(__file__).parent / "assets" / "mini"
+ASSETS = Path(__file__).parent / "assets"
+BUNDLED_MODEL = ASSETS / "mini"
 """Folder of the model that ships with the package; used when no model is named."""
+BUNDLED_DRAFTERS = {"dspark": ASSETS / "mini-dspark", "dflash": ASSETS / "mini-dflash"}
+"""Folders of the drafters that ship for it, by method."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,6 +55,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     prefix_hash_key: str | None = None
     """Shared secret for lineage hashes when engines share them; None draws a key per process."""
+    speculative_config: SpeculativeConfig | None = None
+    """How to draft. None drafts with the bundled drafter when the bundled model is served, else not at all;
+    ``SpeculativeConfig()`` switches it off."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per position."""
     seed: int = 0
@@ -87,6 +94,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             ConfigError: an unknown option, or a value of the wrong type or out of range.
         """
         try:
+            fields["speculative_config"] = SpeculativeConfig.of(fields.get("speculative_config"))
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             known = ", ".join(sorted(cls.__struct_fields__))
@@ -96,3 +104,28 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     def model_path(self) -> str:
         """The checkpoint to load: a folder or a hub name."""
         return str(BUNDLED_MODEL) if self.model is None else self.model
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Speculation with its drafter named, or None when it is off.
+
+        Raises:
+            ConfigError: a method without a drafter for a model that brings none.
+        """
+        wanted = self.speculative_config
+        if wanted is None:
+            if self.model is not None or not BUNDLED_DRAFTERS["dspark"].is_dir():
+                return None
+            wanted = SpeculativeConfig(method="dspark")
+        if not wanted.enabled:
+            return None
+        if wanted.model is None:
+            assert wanted.method is not None
+            if self.model is not None:
+                raise ConfigError(
+                    f"speculative_config names the method {wanted.method!r} but no drafter, and "
+                    f"{self.model} brings "
+                    'none. Add "model": the drafter\'s folder or hub name.'
+                )
+            wanted = msgspec.structs.replace(wanted, model=str(BUNDLED_DRAFTERS[wanted.method]))
+        return wanted

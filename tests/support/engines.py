@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 def golden_core(name: str, **options: Any) -> EngineCore:
     """An engine on the CPU in fp32 over a golden model."""
-    return make_core(EngineConfig(model=str(GOLDEN / name), device="cpu", dtype="float32", **options))
+    return make_core(EngineConfig.of(model=str(GOLDEN / name), device="cpu", dtype="float32", **options))
 
 
 def golden_cases(name: str) -> list[dict[str, np.ndarray[Any, Any]]]:

@@ -119,7 +119,8 @@ def serve(
 
     from paceline.engine.client import FrontendOptions
     from paceline.errors import ConfigError
-    from paceline.server.run import ServeOptions, serve_forever
+    from paceline.server.options import ServeOptions
+    from paceline.server.run import serve_forever
 
     if model is not None:
         if engine.model is not None and engine.model != model:

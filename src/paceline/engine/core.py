@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, SequenceOutput
-from paceline.engine.scheduler import PlannedStep, Progress, Scheduler
+from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, RequestError
 from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
@@ -42,6 +42,7 @@ class EngineCore:
         max_num_batched_tokens: rows per step.
         lookahead: steps that may be in flight while the host goes on; 0 or 1.
         seed: seed of requests that name none.
+        drafting: the drafter's limits; None drafts nothing.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EngineCore:
         max_num_batched_tokens: int,
         lookahead: int,
         seed: int = 0,
+        drafting: DraftLimits | None = None,
     ) -> None:
         self.info = info
         self.pool = pool
@@ -61,6 +63,7 @@ class EngineCore:
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=info.vocab_size,
+            drafting=drafting,
         )
         self.runner = runner
         self._lookahead = lookahead

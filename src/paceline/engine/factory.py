@@ -11,6 +11,7 @@ from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
+from paceline.engine.scheduler import DraftLimits
 
 logger = logging.getLogger(__name__)
 
@@ -54,4 +55,5 @@ def make_core(config: EngineConfig) -> EngineCore:
         max_num_batched_tokens=built.max_num_batched_tokens,
         lookahead=1 if built.device.type == "cuda" else 0,
         seed=config.seed,
+        drafting=DraftLimits(built.num_drafts, built.draft_block_rows),
     )

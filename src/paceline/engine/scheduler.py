@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.engine.sequence import InFlight, Sequence, Status
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
 from paceline.sampling.logprobs import Logprob
+from paceline.speculation.counters import SpeculationCounters
 
 
 @dataclass(slots=True)
@@ -38,6 +39,35 @@ class Entry:
     span: Span
     tenancy: int
     """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a sequence asks of a step.
+
+    Attributes:
+        rows: rows to forward, drafts included.
+        drafts: how many of the last rows are drafts.
+        sample: whether the rows reach the newest token, so that one is drawn.
+        propose: whether the next block is drafted behind them.
+        reserved: rows reserved in the cache: ``rows``, and the drafter's block if it proposes.
+    """
+
+    rows: int
+    drafts: int
+    sample: bool
+    propose: bool
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """What the drafter does per round: drafts proposed, and how many positions from the anchor on its block
+    touches.
+    """
+
+    num_drafts: int = 0
+    block_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +85,8 @@ class Progress:
     sequence: Sequence
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] | None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class Scheduler:
@@ -65,11 +97,20 @@ class Scheduler:
         max_num_seqs: number of slots.
         max_num_batched_tokens: rows per step.
         vocab_size: what a request for all logprobs means.
+        drafting: the drafter's limits; None drafts nothing.
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        drafting: DraftLimits | None = None,
     ) -> None:
+        self.drafting = drafting or DraftLimits()
+        self.speculation = SpeculationCounters(self.drafting.num_drafts)
         self.pool = pool
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
@@ -123,7 +164,7 @@ class Scheduler:
         sequence.blocks.release()
         sequence.blocks = SequenceBlocks(self.pool, salt=sequence.request.cache_salt.encode())
         sequence.in_flight.clear()
-        sequence.table_len = 0
+        sequence.table_len = sequence.drafted = 0
         if self._wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = []  # gathered anew
         sequence.tenancy += 1
@@ -140,22 +181,23 @@ class Scheduler:
         decoding = [s for s in self._running if len(s.tokens) - s.scheduled <= 1]
         prefilling = [s for s in self._running if len(s.tokens) - s.scheduled > 1]
         preempted = False
+        unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
         for sequence in (*decoding, *prefilling):
+            unserved = max(unserved - 1, 0)
             if sequence.status is not Status.RUNNING:
-                preempted = True  # it was a victim earlier in this loop
+                continue  # it was a victim earlier in this loop
+            claim = self._claim(sequence, budget, budget - 1 - unserved)
+            if claim is None:
                 continue
-            rows = min(sequence.rows_wanted(), budget)
-            if rows == 0:
-                continue
-            while sequence.blocks.reserve(rows) is None:
+            while (granted := self._reserve(sequence, claim)) is None:
                 victim = max(self._running, key=lambda s: s.order)
                 budget += self._preempt(victim, step)
                 preempted = True
                 if victim is sequence:
                     break
-            if sequence.status is Status.RUNNING:
-                self._append(step, sequence, rows)
-                budget -= rows
+            if granted is not None:
+                self._append(step, sequence, granted)
+                budget -= granted.rows
         if not preempted:
             self._admit(step, budget)
         if not step.entries:
@@ -163,15 +205,41 @@ class Scheduler:
         self._step += 1
         return step
 
+    def _claim(self, sequence: Sequence, budget: int, spare: int) -> Claim | None:
+        """What ``sequence`` runs next within ``budget`` rows, at most ``spare`` of them drafts."""
+        rows = min(sequence.rows_wanted(), budget)
+        if rows == 0:
+            return None
+        known = len(sequence.tokens) - sequence.scheduled
+        sample = rows >= known
+        left = sequence.tokens_left
+        drafts = max(0, min(sequence.drafted, spare, left - 1)) if known <= 1 else 0
+        # Worth drafting if the next round may still commit a draft and the token after it.
+        propose = sample and self.drafting.num_drafts > 0 and left - 1 >= 2
+        rows += drafts
+        return Claim(rows, drafts, sample, propose, rows + self.drafting.block_rows * propose)
+
+    def _reserve(self, sequence: Sequence, claim: Claim) -> Claim | None:
+        """Blocks for a claim; None if there are too few even for its rows.
+
+        When only the drafter's block does not fit, the sequence does not propose and its next round is plain:
+        that costs a round of drafts, where preempting somebody would cost a prefill.
+        """
+        if sequence.blocks.reserve(claim.reserved) is not None:
+            return claim
+        if not claim.propose:
+            return None
+        self.speculation.refused["memory"] += 1
+        return self._reserve(sequence, replace(claim, propose=False, reserved=claim.rows))
+
     def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
         """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being
         made.
         """
-        kept = [i for i, entry in enumerate(step.entries) if entry.sequence is not victim]
         rows = sum(entry.span.rows for entry in step.entries if entry.sequence is victim)
         if rows:
             slot = victim.slot
-            step.entries = [step.entries[i] for i in kept]
+            step.entries = [entry for entry in step.entries if entry.sequence is not victim]
             step.plan.spans = [entry.span for entry in step.entries]
             step.plan.inits = [init for init in step.plan.inits if init.slot != slot]
             step.plan.table = [update for update in step.plan.table if update.slot != slot]
@@ -193,8 +261,8 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 held_back.append(sequence)
                 continue
-            rows = self._start(sequence, budget)
-            if rows == 0:
+            claim = self._start(sequence, budget)
+            if claim is None:
                 break
             heapq.heappop(self._waiting)
             sequence.status = Status.RUNNING
@@ -210,8 +278,8 @@ class Scheduler:
                     seed=sequence.seed,
                 )
             )
-            self._append(step, sequence, rows)
-            budget -= rows
+            self._append(step, sequence, claim)
+            budget -= claim.rows
         for sequence in held_back:
             self.add(sequence)
 
@@ -220,10 +288,8 @@ class Scheduler:
         """Whether waiting for ``leader`` has nothing more to give: its prompt is computed, or it is gone."""
         return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
 
-    def _start(self, sequence: Sequence, budget: int) -> int:
-        """Take the cached prefix and the first chunk's blocks. Returns the chunk's rows, 0 if it does not fit
-        now.
-        """
+    def _start(self, sequence: Sequence, budget: int) -> Claim | None:
+        """Take the cached prefix and the first chunk's blocks; None if they do not fit now."""
         blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
         forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
         if self._wants_prompt_logprobs(sequence):
@@ -240,18 +306,20 @@ class Scheduler:
         wanted = missing if self._running else rows
         matched = 0 if forks or cached == 0 else blocks.admission_cost(sequence.tokens, 0)
         if -(-wanted // pool.block_size) + matched + len(self._running) > pool.num_free:
-            return 0
+            return None
         if forks and leader is not None:
             blocks.fork(leader.blocks, sequence.prompt_len - 1)
         elif not self._wants_prompt_logprobs(sequence):
             blocks.match(sequence.tokens)
-        if blocks.computed != cached or blocks.reserve(rows) is None:
+        claim = self._claim(sequence, budget, 0)
+        granted = None if claim is None else self._reserve(sequence, claim)
+        if blocks.computed != cached or granted is None:
             raise InvariantError(
                 f"admission counted on {cached} cached tokens and {rows} rows; the pool disagrees"
             )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = cached
-        return rows
+        return granted
 
     @staticmethod
     def _wants_prompt_logprobs(sequence: Sequence) -> bool:
@@ -261,26 +329,28 @@ class Scheduler:
     def _top(self, asked: int | None) -> int:
         return self.vocab_size if asked == -1 else asked or 0
 
-    def _append(self, step: PlannedStep, sequence: Sequence, rows: int) -> None:
-        """Put ``rows`` reserved rows of ``sequence`` into the plan."""
-        sample = sequence.scheduled >= len(sequence.tokens)  # the reservation is already counted
+    def _append(self, step: PlannedStep, sequence: Sequence, claim: Claim) -> None:
+        """Put a claim whose rows are reserved into the plan."""
         params = sequence.request.params
         span = Span(
             slot=sequence.slot,
-            rows=rows,
-            sample=sample,
+            rows=claim.rows,
+            drafts=claim.drafts,
+            propose=claim.propose,
+            sample=claim.sample,
             top=self._top(params.logprobs),
             prompt_top=self._top(params.prompt_logprobs),
         )
         if self._wants_prompt_logprobs(sequence):
-            span.prompt_rows = max(0, min(rows, sequence.prompt_len - 1 - (sequence.scheduled - rows)))
+            span.prompt_rows = max(0, min(claim.rows, sequence.prompt_len - 1 - sequence.scheduled))
         ids = sequence.blocks.ids
         if len(ids) > sequence.table_len:
             step.plan.table.append(TableUpdate(sequence.slot, sequence.table_len, ids[sequence.table_len :]))
             sequence.table_len = len(ids)
-        sequence.in_flight.append(InFlight(rows, span.drafts, sample))
-        step.plan.spans.append(span)
+        sequence.in_flight.append(InFlight(claim.rows, claim.reserved, claim.sample))
+        sequence.drafted = self.drafting.num_drafts if claim.propose else 0
         step.plan.max_context = max(step.plan.max_context, sequence.scheduled)
+        step.plan.spans.append(span)
         step.entries.append(Entry(sequence, span, sequence.tenancy))
 
     # ------------------------------------------------------------------ commit
@@ -310,17 +380,19 @@ class Scheduler:
             tokens = self._truncate(sequence, result.tokens)
             sequence.tokens.extend(tokens)
             if not stale:
-                span = sequence.in_flight.popleft()
-                stands = span.rows - span.drafts + max(len(tokens) - 1, 0)
-                sequence.blocks.commit(span.rows, stands, sequence.tokens)
+                stands = entry.span.rows - entry.span.drafts + max(len(tokens) - 1, 0)
+                sequence.blocks.commit(sequence.in_flight.popleft().reserved, stands, sequence.tokens)
                 sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
             if result.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
+            accepted = min(len(tokens), len(result.tokens) - 1) if entry.span.drafts else 0
+            if entry.span.drafts:
+                self.speculation.add(entry.span.drafts, accepted)
             if tokens:
                 logprobs = result.logprobs[: len(tokens)] if result.logprobs is not None else None
-                progress.append(Progress(sequence, tokens, logprobs))
+                progress.append(Progress(sequence, tokens, logprobs, entry.span.drafts, accepted))
         self.finish(finished)
         return progress
 
@@ -347,7 +419,7 @@ class Scheduler:
         if slots != list(range(self.max_num_seqs)):
             raise InvariantError(f"slots are not a partition: {slots}")
         for sequence in self._running:
-            in_flight = sum(span.rows for span in sequence.in_flight)
+            in_flight = sum(span.reserved for span in sequence.in_flight)
             if in_flight != sequence.blocks.reserved:
                 raise InvariantError(f"{in_flight} rows in flight, {sequence.blocks.reserved} reserved")
             if not sequence.in_flight and sequence.blocks.computed > len(sequence.tokens) - 1:

@@ -25,7 +25,8 @@ class InFlight:
     """One span of this sequence in a step whose results the host has not read."""
 
     rows: int
-    drafts: int
+    reserved: int
+    """Rows reserved in the cache: ``rows``, and a drafter's block when one is proposed behind them."""
     sample: bool
 
 
@@ -63,6 +64,8 @@ class Sequence:
     """With finish_reason ``error``: what went wrong."""
     tenancy: int = 0
     """How often the sequence has given up a slot."""
+    drafted: int = 0
+    """Drafts that stand tentatively on the device once everything in flight has run."""
     table_len: int = 0
     """Block ids already written to the device's block table."""
 
@@ -86,16 +89,23 @@ class Sequence:
     @property
     def scheduled(self) -> int:
         """Upper bound of ``num_computed`` once everything in flight has run."""
-        return self.blocks.computed + self.blocks.reserved
+        return self.blocks.computed + sum(span.rows for span in self.in_flight)
 
     def rows_wanted(self) -> int:
-        """Rows this sequence could run now: the known tokens not yet scheduled, else one row for a token in
-        flight.
-
-        Zero when the spans in flight are certain to reach ``max_tokens``.
+        """Rows this sequence must run next: the known tokens not yet scheduled, else one for a token in
+        flight. Zero when the spans in flight are certain to reach ``max_tokens``.
         """
         known = len(self.tokens) - self.scheduled
         if known > 0:
             return known
-        sampling = sum(1 for span in self.in_flight if span.sample)  # each commits at least one token
-        return 1 if sampling and self.num_output_tokens + sampling < self.max_tokens else 0
+        return 1 if self.sampling and self.tokens_left > 0 else 0
+
+    @property
+    def sampling(self) -> int:
+        """Spans in flight that draw a token: each commits at least one."""
+        return sum(span.sample for span in self.in_flight)
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens that may still be generated after what is in flight."""
+        return self.max_tokens - self.num_output_tokens - self.sampling

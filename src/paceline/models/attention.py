@@ -130,13 +130,25 @@ class PagedContext:
         cos_sin: Tensor,
         spec: AttentionSpec,
     ) -> Tensor:
-        """See :meth:`AttentionContext.attend`; rows are [R]. Writes the rows' K and V before attending."""
+        """See :meth:`AttentionContext.attend`; rows are [R], or [N, W] for N drafter's blocks. Writes the rows'
+        K and V before attending.
+        """
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         q = ops.qk_norm_rope_write(
-            qkv, q_norm, k_norm, spec.eps, cos_sin, positions, self.layout.kv_slots, k_cache, v_cache
+            qkv.flatten(0, -2),
+            q_norm,
+            k_norm,
+            spec.eps,
+            cos_sin,
+            self.layout.positions,
+            self.layout.kv_slots,
+            k_cache,
+            v_cache,
         )  # [R, H, D]
-        out = ops.paged_attention(q, k_cache, v_cache, self.layout, spec.scale, spec.window)
-        return out.flatten(-2)
+        out = ops.paged_attention(
+            q, k_cache, v_cache, self.layout, spec.scale, spec.window, spec.bidirectional
+        )
+        return out.view(*qkv.shape[:-1], -1)
 
 
 @dataclass(frozen=True)

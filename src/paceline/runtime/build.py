@@ -14,9 +14,13 @@ from paceline.errors import ConfigError
 from paceline.models.attention import KVCache
 from paceline.models.checkpoint import resolve_folder
 from paceline.models.config import Qwen3Config
+from paceline.models.drafter import Drafter
+from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
-from paceline.runtime.memory import StepLimits, block_bytes, num_blocks
+from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.runtime.memory import StepLimits, kv_bytes, num_blocks
 from paceline.runtime.runner import Runner
+from paceline.speculation.config import SpeculativeConfig
 from paceline.text.generation_config import load_generation_defaults
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,8 @@ class Built:
     device: torch.device
     dtype: torch.dtype
     weights_bytes: int
+    num_drafts: int
+    draft_block_rows: int
 
 
 def pick_device(name: str) -> torch.device:
@@ -90,34 +96,42 @@ def build(engine: EngineConfig) -> Built:
         show_progress=engine.show_progress,
     )
     dtype = model.embed_tokens.weight.dtype
+    drafter = num_drafts = window = None
+    token_bytes = kv_bytes(config, dtype)
+    speculation = engine.speculation
+    if speculation is not None:
+        drafter = _load_drafter(engine, speculation, model)
+        num_drafts = drafter.config.num_drafts(speculation.num_speculative_tokens)
+        window = speculation.draft_window
+        token_bytes += kv_bytes(drafter.config.layers, dtype)
     limits = StepLimits(max_num_seqs, max_rows)
-    blocks = num_blocks(engine, config, limits, dtype, device)
-    cache = KVCache.allocate(
-        config.num_hidden_layers,
-        blocks,
-        engine.block_size,
-        config.num_key_value_heads,
-        config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    blocks = num_blocks(engine, config, limits, token_bytes, dtype, device)
     tokens = blocks * engine.block_size
     logger.info(
-        "K/V cache: %d tokens in %d blocks (%.2f GiB); %.1f sequences of %d tokens at once",
+        "K/V cache: %d tokens in %d blocks (%.2f GiB%s); %.1f sequences of %d tokens at once",
         tokens,
         blocks,
-        blocks * block_bytes(config, engine.block_size, dtype) / 2**30,
+        tokens * token_bytes / 2**30,
+        ""
+        if drafter is None
+        else f", {kv_bytes(drafter.config.layers, dtype) / token_bytes:.0%} of it draft state",
         tokens / max_model_len,
         max_model_len,
     )
     eos = {*config.eos_token_ids, *load_generation_defaults(folder, "none").eos_token_ids}
     runner = Runner(
         model,
-        cache,
+        _allocate(config, blocks, engine.block_size, dtype, device),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         device=device,
         eos_token_ids=sorted(eos),
+        drafter=drafter,
+        num_drafts=num_drafts or 0,
+        draft_cache=None
+        if drafter is None
+        else _allocate(drafter.config.layers, blocks, engine.block_size, dtype, device),
+        draft_window=window,
     )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
@@ -132,4 +146,38 @@ def build(engine: EngineConfig) -> Built:
         device=device,
         dtype=dtype,
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        num_drafts=num_drafts or 0,
+        draft_block_rows=0 if drafter is None else drafter.config.block_size,
+    )
+
+
+def _load_drafter(engine: EngineConfig, speculation: SpeculativeConfig, target: Qwen3ForCausalLM) -> Drafter:
+    """The drafter a config names, checked against the method it names."""
+    assert speculation.model is not None
+    drafter = load_drafter(
+        speculation.model,
+        target,
+        load_format=engine.load_format,
+        show_progress=engine.show_progress,
+        revision=speculation.revision,
+    )
+    if speculation.method not in (None, drafter.config.method):
+        raise ConfigError(
+            f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "
+            f"{drafter.config.method!r} drafter. Drop the method or name another drafter."
+        )
+    return drafter
+
+
+def _allocate(
+    config: Qwen3Config, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    return KVCache.allocate(
+        config.num_hidden_layers,
+        blocks,
+        block_size,
+        config.num_key_value_heads,
+        config.head_dim,
+        dtype=dtype,
+        device=device,
     )

@@ -17,10 +17,9 @@ CPU_KV_BYTES = 512 * 2**20
 """K/V budget on a CPU when none is given."""
 
 
-def block_bytes(config: Qwen3Config, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of ``block_size`` tokens in every layer."""
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return values * block_size * dtype.itemsize
+def kv_bytes(config: Qwen3Config, dtype: torch.dtype) -> int:
+    """Bytes of one token's K and V in every layer."""
+    return 2 * config.num_hidden_layers * config.kv_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +42,24 @@ def step_scratch_bytes(config: Qwen3Config, limits: StepLimits, dtype: torch.dty
 
 
 def num_blocks(
-    engine: EngineConfig, config: Qwen3Config, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    engine: EngineConfig,
+    config: Qwen3Config,
+    limits: StepLimits,
+    token_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """Blocks in the pool: as asked for, or what the memory budget holds.
+
+    Args:
+        token_bytes: bytes a token takes in the pool: the target's K/V and what the drafter keeps beside it.
 
     Raises:
         ConfigError: not even one block fits.
     """
     if engine.num_blocks is not None:
         return engine.num_blocks
-    size = block_bytes(config, engine.block_size, dtype)
+    size = token_bytes * engine.block_size
     if engine.kv_cache_memory_bytes is not None:
         budget = engine.kv_cache_memory_bytes
         source = f"kv_cache_memory_bytes={budget}"

@@ -38,6 +38,8 @@ class Span:
     rows: int
     drafts: int = 0
     """How many of the last rows are fed tentative tokens; the row before them is the anchor."""
+    propose: bool = False
+    """Draft the next block after this step: its tokens will stand tentatively behind the newest one."""
     sample: bool = True
     """False for an inner prefill chunk: rows are forwarded, nothing is drawn."""
     prompt_rows: int = 0
@@ -94,7 +96,8 @@ class SpanResult:
     """What one span produced."""
 
     tokens: list[int]
-    """Accepted drafts and the token drawn after them, in order; empty for an inner prefill chunk."""
+    """Accepted drafts and the token drawn after them, in order; empty for an inner prefill chunk. So of a
+    span with drafts ``len(tokens) - 1`` were accepted."""
     logprobs: list[dict[int, Logprob]] | None = None
     """Aligned with ``tokens`` when the request asked for logprobs."""
     prompt_logprobs: list[dict[int, Logprob]] | None = None

@@ -31,6 +31,7 @@ class StepRows:
         num_drafts: [N] int32.
         max_drafts: K.
         host_sampled: indices of the sampled spans.
+        proposing: int32, slots to draft for after this step; ``host_proposing`` the same for the host.
     """
 
     layout: RowLayout
@@ -44,11 +45,11 @@ class StepRows:
     num_drafts: Tensor
     max_drafts: int
     host_sampled: list[int]
+    proposing: Tensor
+    host_proposing: list[int]
 
 
-def build_rows(
-    spans: Sequence[Span], state: SlotState, staging: Staging, block_size: int, max_context: int
-) -> StepRows:
+def build_rows(spans: Sequence[Span], state: SlotState, staging: Staging, max_context: int) -> StepRows:
     """Lay out the rows of ``spans``. One upload; everything that depends on lengths is computed on the
     device.
 
@@ -56,7 +57,6 @@ def build_rows(
         spans: the plan's spans.
         state: slot arrays the rows' positions, tokens and cache slots are read from.
         staging: upload buffers.
-        block_size: tokens per block.
         max_context: an upper bound of the largest position + 1.
     """
     rows = np.array([span.rows for span in spans], dtype=np.int32)
@@ -75,6 +75,7 @@ def build_rows(
     last_row = row_start[1:][sampled]  # one past each sampled span's last row
     sample_rows = np.arange(drawn.sum(), dtype=np.int32) + np.repeat(last_row - drawn - first_sample, drawn)
 
+    proposing = [span.slot for span in spans if span.propose]
     sent = staging.send(
         [
             rows,
@@ -86,21 +87,21 @@ def build_rows(
             sample_rows.astype(np.int32),
             first_sample,
             drafts,
+            np.array(proposing, dtype=np.int32),
         ]
     )
-    rows_d, slots_d, row_start_d, row_seq_d, row_offset_d, sampled_d, sample_rows_d, first_d, drafts_d = sent
+    rows_d, slots_d, row_start_d, row_seq_d, row_offset_d, sampled_d, sample_rows_d, first_d, drafts_d = sent[
+        :9
+    ]
     row_slot = slots_d[row_seq_d]  # [R]
     positions = state.num_computed[row_slot] + row_offset_d  # [R]
-    # Flat indices: one gather each, no two-dimensional advanced indexing on the hot path.
-    slot64, position64 = row_slot.long(), positions.long()
-    tokens = state.tokens.view(-1)[slot64 * state.tokens.shape[1] + position64]
-    blocks = state.block_tables.view(-1)[slot64 * state.block_tables.shape[1] + position64 // block_size]
+    tokens = state.tokens.view(-1)[row_slot.long() * state.tokens.shape[1] + positions]
     layout = RowLayout(
         slots=slots_d,
         row_start=row_start_d,
         row_seq=row_seq_d,
         positions=positions,
-        kv_slots=blocks.long() * block_size + position64 % block_size,
+        kv_slots=state.kv_slots(row_slot, positions),
         block_tables=state.block_tables,
         num_computed=state.num_computed,
         host_rows=tuple(span.rows for span in spans),
@@ -118,4 +119,6 @@ def build_rows(
         num_drafts=drafts_d,
         max_drafts=int(drafts.max(initial=0)),
         host_sampled=sampled,
+        proposing=sent[9],
+        host_proposing=proposing,
     )

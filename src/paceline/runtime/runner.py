@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.models.attention import KVCache, PagedContext
+from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.runtime.acceptance import count_accepted
+from paceline.runtime.drafting import DraftStage
 from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
@@ -43,7 +45,10 @@ class Runner:
         max_model_len: longest sequence in tokens.
         device: where model and cache are.
         eos_token_ids: tokens that end a sequence; not drawn before a request's ``min_tokens``.
-        max_drafts: most tentative tokens per span.
+        drafter: drafts beside the target; None for none.
+        num_drafts: drafts per round.
+        draft_cache: the drafter's K/V under the same block ids.
+        draft_window: last tokens the drafter attends to; None for all.
     """
 
     def __init__(
@@ -55,7 +60,10 @@ class Runner:
         max_model_len: int,
         device: torch.device,
         eos_token_ids: Sequence[int] = (),
-        max_drafts: int = 0,
+        drafter: Drafter | None = None,
+        num_drafts: int = 0,
+        draft_cache: KVCache | None = None,
+        draft_window: int | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -63,7 +71,13 @@ class Runner:
         sampling = SamplingState(
             max_num_seqs, model.config.vocab_size, eos_token_ids=eos_token_ids, device=device
         )
-        self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, max_drafts)
+        lookahead = 0 if drafter is None else max(drafter.config.block_size, num_drafts)
+        self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, lookahead)
+        self.drafting: DraftStage | None = None
+        if drafter is not None and draft_cache is not None:
+            self.drafting = DraftStage(
+                drafter, draft_cache, self.state, num_drafts=num_drafts, window=draft_window
+            )
         self.device = device
         self._staging = Staging(16384, device)
 
@@ -76,9 +90,13 @@ class Runner:
         """
         state = self.state
         state.apply(plan.inits, plan.table)
-        rows = build_rows(plan.spans, state, self._staging, self.block_size, plan.max_context)
+        rows = build_rows(plan.spans, state, self._staging, plan.max_context)
         context = PagedContext(self.cache, rows.layout)
-        hidden = self.model(rows.tokens, rows.layout.positions, context).hidden  # [R, d]
+        drafting = self.drafting
+        taps = () if drafting is None else drafting.taps
+        hidden, tapped = self.model(rows.tokens, rows.layout.positions, context, taps)  # [R, d], [R, n * d]
+        if drafting is not None:
+            drafting.write_context(tapped, rows.layout)
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(plan.spans)]
         if not rows.host_sampled:
             self._advance(rows, None)
@@ -89,6 +107,8 @@ class Runner:
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
         drawn = self._accept(rows, output.tokens)
         self._advance(rows, drawn)
+        if drafting is not None and rows.host_proposing:
+            drafting.propose(rows.proposing, rows.host_proposing, plan.max_context)
         return _Pending(plan.spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
 
     def _accept(self, rows: StepRows, drawn: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,10 @@ class SlotState:
         num_computed: [S] int32; rows whose K/V has been written and stands.
         block_tables: [S, M] int32.
         sampling: the slots' sampling parameters.
+
+    Args:
+        max_len: longest sequence in tokens.
+        lookahead: positions beyond it that tentative rows may touch: a drafter's block.
     """
 
     def __init__(
@@ -32,16 +36,23 @@ class SlotState:
         block_size: int,
         sampling: SamplingState,
         device: torch.device,
-        max_drafts: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.device = device
-        width = max_len + max_drafts + 1
+        self.block_size = block_size
+        width = max_len + lookahead + 1
         blocks = -(-width // block_size)
         self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device)
         self.sampling = sampling
         self._staging = Staging(4096, device)
+
+    def kv_slots(self, row_slots: Tensor, positions: Tensor) -> Tensor:
+        """Cache slot of each row, [R] int64, from its slot and position (int [R])."""
+        row, position = row_slots.long(), positions.long()
+        blocks = self.block_tables.view(-1)[row * self.block_tables.shape[1] + position // self.block_size]
+        return blocks.long() * self.block_size + position % self.block_size
 
     def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
         """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""

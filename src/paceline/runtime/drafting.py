@@ -1,0 +1,150 @@
+"""The draft half of a round: keep what the drafter knows of the past, and propose the next block.
+
+Draft state is *paged*: the drafter's K/V of a token lie in tensors of their own under the block ids of the
+target. They are written right after every target forward for every row, so whatever shares, reuses or frees a
+target block does the same for the draft state, and a prefix hit needs no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.models.attention import KVCache, PagedContext
+from paceline.models.drafter import Drafter
+from paceline.ops import RowLayout
+from paceline.runtime.state import SlotState
+from paceline.sampling.noise import gumbel, row_keys
+from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
+
+
+class DraftStage:
+    """A drafter with its paged state.
+
+    Args:
+        drafter: bound to the target.
+        cache: its K/V, addressed by the target's block ids.
+        state: the slots.
+        num_drafts: drafts per round, at most the drafter's block holds.
+        window: the drafter attends to so many last tokens only; None for no limit.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        cache: KVCache,
+        state: SlotState,
+        *,
+        num_drafts: int,
+        window: int | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.cache = cache
+        self.num_drafts = num_drafts
+        self._state = state
+        self._width = drafter.config.block_size
+        if window is not None:
+            for layer in drafter.draft_layers():
+                own = layer.spec.window
+                layer.spec = replace(layer.spec, window=window if own is None else min(own, window))
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Target layers whose outputs ``write_context`` needs."""
+        return self.drafter.config.tap_layer_ids
+
+    def write_context(self, taps: Tensor, layout: RowLayout) -> None:
+        """Write the draft K/V of the step's rows.
+
+        Rows of drafts that do not stand are written too: they are overwritten when their positions are
+        forwarded again, exactly like the target's K/V.
+
+        Args:
+            taps: [R, n * d].
+            layout: whose rows these are.
+        """
+        k, v = self.drafter.context_kv(self.drafter.context_features(taps), layout.positions)
+        for cache, rows in ((self.cache.k, k), (self.cache.v, v)):
+            cache.flatten(1, 2).index_copy_(1, layout.kv_slots, rows.to(cache.dtype))
+
+    def propose(self, slots: Tensor, host_slots: Sequence[int], max_context: int) -> None:
+        """Draft for sequences whose newest token is in place, and write the drafts behind it.
+
+        Args:
+            slots: [N] int32.
+            host_slots: the same, for the host.
+            max_context: upper bound of the anchors' positions + 1.
+        """
+        state = self._state
+        starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
+        flat = slots.long() * state.tokens.shape[1] + starts
+        anchors = state.tokens.view(-1)[flat]
+        context = PagedContext(self.cache, self._layout(slots, starts, len(host_slots), max_context))
+        slots_out = self.drafter.slots(self.drafter(anchors, starts, context), self.num_drafts)
+        chain = self.drafter.chain(slots_out, anchors, noise=self._noise(slots, host_slots, starts))
+        offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
+        target = flat[:, None] + offsets  # [N, g]
+        state.tokens.view(-1).index_copy_(0, target.view(-1), chain.tokens.view(-1).to(torch.int32))
+
+    def _layout(self, slots: Tensor, starts: Tensor, count: int, max_context: int) -> RowLayout:
+        """Rows of N blocks: positions start … start + W - 1 of each slot."""
+        state, width = self._state, self._width
+        step = torch.arange(count + 1, device=slots.device, dtype=torch.int32)
+        positions = (starts[:, None] + torch.arange(width, device=slots.device, dtype=torch.int32)).view(-1)
+        row_seq = step[:-1].repeat_interleave(width, output_size=count * width)
+        return RowLayout(
+            slots=slots,
+            row_start=step * width,
+            row_seq=row_seq,
+            positions=positions,
+            kv_slots=state.kv_slots(slots[row_seq], positions),
+            block_tables=state.block_tables,
+            num_computed=state.num_computed,
+            host_rows=(width,) * count,
+            host_max_context=max_context + width,
+        )
+
+    def _noise(self, slots: Tensor, host_slots: Sequence[int], starts: Tensor) -> DraftNoise | None:
+        """Noise for slots that sample; None when all are greedy."""
+        sampling = self._state.sampling
+        if not sampling.any_random(host_slots):
+            return None
+        return DraftNoise(
+            sampling.ints[:, SEED_KEY][slots],
+            starts,
+            sampling.floats[:, INV_TEMPERATURE][slots].float(),
+            sampling.token_ids
+            if self.drafter.target_ids is None
+            else self.drafter.target_ids.to(torch.int32),
+        )
+
+
+class DraftNoise:
+    """The sampler's own noise on the draft's logits.
+
+    The token at a position is drawn with noise keyed by (seed, position). A drafter that adds the same noise
+    to its own logits proposes what the target will draw whenever the two distributions are close, at any
+    temperature (coupling by common random numbers; Daliri, Musco and Suresh 2024, arXiv:2408.07978). What is
+    accepted is exact either way.
+
+    Args:
+        seed_keys: [N] int64.
+        starts: [N] anchors' positions; slot k is the token at start + k + 1.
+        inv_temperature: [N] fp32; 0 for greedy sequences, whose noise is left out.
+        token_ids: [draft vocabulary] int32, target ids.
+    """
+
+    def __init__(self, seed_keys: Tensor, starts: Tensor, inv_temperature: Tensor, token_ids: Tensor) -> None:
+        self._seed_keys = seed_keys
+        self._starts = starts
+        self._scale = inv_temperature[:, None]
+        self._token_ids = token_ids
+
+    def __call__(self, slot: int, logits: Tensor) -> Tensor:
+        """Logits [N, V] of draft ``slot``, as the choice is made from them."""
+        keys = row_keys(self._seed_keys, self._starts + slot + 1)
+        noisy = logits * self._scale + gumbel(keys, self._token_ids)
+        return torch.where(self._scale > 0, noisy, logits)

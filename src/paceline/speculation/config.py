@@ -1,0 +1,71 @@
+"""Every knob of speculation, in one typed struct: a dict in Python, JSON after ``--speculative-config``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from paceline.errors import ConfigError
+
+
+class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How drafts are made.
+
+    ``SpeculativeConfig()`` (method and model both None) switches speculation off.
+    """
+
+    method: Literal["dspark", "dflash"] | None = None
+    """Kind of drafter; None takes what the checkpoint is. With the bundled model and no ``model`` it picks
+    the bundled drafter of that kind."""
+    model: str | None = None
+    """Drafter checkpoint: folder or hub name."""
+    revision: str | None = None
+    """Hub revision of the drafter."""
+    num_speculative_tokens: int | None = None
+    """Drafts per round, at most what the drafter was trained for; None takes all."""
+    draft_state: Literal["paged", "capture"] = "paged"
+    """Where the drafter's knowledge of the past is kept: in the target's blocks, or rebuilt from captured
+    rows.
+    """
+    draft_window: int | None = None
+    """The drafter attends to this many last tokens only; None is no limit."""
+    draft_capture_mb: int | None = None
+    """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "draft_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, or absent.")
+        if self.draft_capture_mb is not None:
+            if self.draft_state != "capture":
+                raise ConfigError(
+                    f"draft_capture_mb is {self.draft_capture_mb}, but draft_state is {self.draft_state!r}, "
+                    "which "
+                    "captures nothing. Set draft_state to 'capture' or drop draft_capture_mb."
+                )
+            if self.draft_capture_mb < 0:
+                raise ConfigError(f"draft_capture_mb is {self.draft_capture_mb}; it must be 0 or more.")
+
+    @classmethod
+    def of(cls, value: SpeculativeConfig | dict[str, Any] | str | None) -> SpeculativeConfig | None:
+        """From a dict or JSON text; None and a config stay what they are.
+
+        Raises:
+            ConfigError: unknown key, wrong type, or JSON that does not parse.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        try:
+            if isinstance(value, str):
+                return msgspec.json.decode(value, type=cls)
+            return msgspec.convert(value, cls)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"speculative_config: {error}. Its keys are {known}.") from error
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to draft with."""
+        return self.method is not None or self.model is not None
