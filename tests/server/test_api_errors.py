@@ -134,6 +134,8 @@ def test_bad_chat_values_are_named(
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": ["x"] * 9, "n": 128}, "n"),
+        ({"prompt": ["x"] * 9, "n": 10**18}, "n"),
     ],
 )
 def test_bad_completion_values_named(api: Api, scripted: ScriptedEngine, body: Any, param: str) -> None:

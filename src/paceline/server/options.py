@@ -21,16 +21,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     max_body_bytes: int = 32 * 1024**2
     """Largest request body."""
-    max_prompts: int = 1024
-    """Most prompts in one completions request."""
+    max_sequences: int = 1024
+    """Most sequences one completions request may ask for: prompts times ``n``."""
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError("An API key is empty: give a non-empty key, or none to serve without keys.")
         if not all(self.served_model_names):
             raise ConfigError("A served model name is empty: give another, or none to use the model's.")
-        if self.max_body_bytes < 1 or self.max_prompts < 1:
+        if self.max_body_bytes < 1 or self.max_sequences < 1:
             raise ConfigError(
-                f"max_body_bytes is {self.max_body_bytes} and max_prompts {self.max_prompts}; "
+                f"max_body_bytes is {self.max_body_bytes} and max_sequences {self.max_sequences}; "
                 "both must be positive."
             )

@@ -59,7 +59,7 @@ async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> Request
 
 
 async def completion_states(
-    frontend: Frontend, body: CompletionRequest, max_prompts: int
+    frontend: Frontend, body: CompletionRequest, max_sequences: int
 ) -> list[RequestState]:
     """The engine requests of a completions body, one per prompt.
 
@@ -78,10 +78,12 @@ async def completion_states(
             param="echo",
         )
     prompts = body.prompts()
-    if len(prompts) > max_prompts:
+    count = len(prompts) * (body.n or 1)
+    if len(prompts) > 1 and count > max_sequences:
         raise RequestError(
-            f"prompt has {len(prompts)} entries; at most {max_prompts} are allowed: send several requests.",
-            param="prompt",
+            f"{len(prompts)} prompts with n = {body.n or 1} make {count} sequences; "
+            f"at most {max_sequences} are allowed: send several requests.",
+            param="prompt" if len(prompts) > max_sequences else "n",
         )
     states = []
     for prompt in prompts:

@@ -144,7 +144,7 @@ def _add_generation(router: APIRouter, service: Service) -> None:
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionRequest)
         name = service.model_name(body.model)
-        states = await completion_states(service.frontend, body, service.options.max_prompts)
+        states = await completion_states(service.frontend, body, service.options.max_sequences)
         return await answer(
             request, body.stream, states, CompletionWriter(body, states, service.frontend, name)
         )
