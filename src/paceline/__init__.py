@@ -1,7 +1,7 @@
 """Paceline: an inference engine for Qwen3-family language models.
 
-The names below are the public interface; everything else may change. They are imported on first use, so that ``import paceline``
-and the processes that never see the model do not pay for torch.
+The names below are the public interface; everything else may change. They are imported on first use, so that
+``import paceline`` and the processes that never see the model do not pay for torch.
 """
 
 from __future__ import annotations

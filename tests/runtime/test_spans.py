@@ -34,7 +34,7 @@ def runner() -> Runner:
         dtype=torch.float32,
         device="cpu",
     )
-    return Runner(model, cache, max_num_seqs=4, max_model_len=200, device=torch.device("cpu"), max_drafts=7)
+    return Runner(model, cache, max_num_seqs=4, max_model_len=220, device=torch.device("cpu"))
 
 
 def start(runner: Runner, slot: int, prompt: list[int]) -> int:
