@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:  # a server that reports no logprobs need not load it
+    import numpy as np
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
