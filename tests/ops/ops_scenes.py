@@ -21,7 +21,7 @@ class Scene:
     v_cache: Tensor
     scale: float
 
-    def expected(self, window: int | None = None) -> Tensor:
+    def expected(self, window: int | None = None, bidirectional: bool = False) -> Tensor:
         """[R, H, D] float64 on the CPU, one row at a time."""
         layout = self.layout
         _, block_size, num_kv_heads, head_dim = self.k_cache.shape
@@ -34,7 +34,10 @@ class Scene:
             zip(layout.row_seq.tolist(), layout.positions.tolist(), strict=True)
         ):
             first = 0 if window is None else max(0, position - window + 1)
-            keys = torch.arange(first, position + 1)
+            last = position
+            if bidirectional:
+                last = int(layout.num_computed[slots[seq]]) + layout.host_rows[seq] - 1
+            keys = torch.arange(first, last + 1)
             cache_rows = tables[slots[seq], keys // block_size] * block_size + keys % block_size
             k = k_rows[cache_rows].repeat_interleave(group, dim=1)  # [keys, H, D]
             v = v_rows[cache_rows].repeat_interleave(group, dim=1)

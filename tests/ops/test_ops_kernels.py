@@ -97,9 +97,11 @@ def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: to
         close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
 
 
-def attend(kernels: Any, scene: Scene, window: int | None = None, config: Any = None) -> Tensor:
+def attend(
+    kernels: Any, scene: Scene, window: int | None = None, bidirectional: bool = False, config: Any = None
+) -> Tensor:
     out: Tensor = kernels.paged_attention(
-        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, config
+        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, bidirectional, config
     )
     return out
 
@@ -129,7 +131,7 @@ def test_attention(
     kernels: Any, spans: list[tuple[int, int]], config: int, window: int | None, dtype: torch.dtype
 ) -> None:
     scene = make_scene(spans, dtype=dtype, device=DEVICE)
-    close(attend(kernels, scene, window, configs()[config]), scene.expected(window))
+    close(attend(kernels, scene, window, config=configs()[config]), scene.expected(window))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,15 @@ def test_attention_geometries(
         )
         for config in configs()[:3:2]:
             close(attend(kernels, scene, config=config), scene.expected())
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("config", [0, 1, 2])
+def test_bidirectional_attention(kernels: Any, config: int, window: int | None) -> None:
+    """A drafter's block: rows see the later rows of their own sequence."""
+    scene = make_scene([(33, 8), (0, 21), (15, 1)], device=DEVICE)
+    out = attend(kernels, scene, window, bidirectional=True, config=configs()[config])
+    close(out, scene.expected(window, bidirectional=True))
 
 
 def test_attention_of_shuffled_sequences_is_shuffled(kernels: Any) -> None:

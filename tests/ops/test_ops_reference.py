@@ -14,8 +14,10 @@ from paceline import ops
 EPS = 1e-6
 
 
-def attend(scene: Scene, window: int | None = None) -> Tensor:
-    return ops.paged_attention(scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window)
+def attend(scene: Scene, window: int | None = None, bidirectional: bool = False) -> Tensor:
+    return ops.paged_attention(
+        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, bidirectional
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,12 +112,18 @@ spans = st.lists(
     heads=st.sampled_from([(3, 1), (4, 2), (2, 2)]),
     block_size=st.sampled_from([16, 64]),
     window=st.sampled_from([None, 1, 5, 16, 33, 1000]),
+    bidirectional=st.booleans(),
 )
 def test_paged_attention_equals_the_definition(
-    spans: list[tuple[int, int]], heads: tuple[int, int], block_size: int, window: int | None
+    spans: list[tuple[int, int]],
+    heads: tuple[int, int],
+    block_size: int,
+    window: int | None,
+    bidirectional: bool,
 ) -> None:
     scene = make_scene(spans, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
-    torch.testing.assert_close(attend(scene, window).double(), scene.expected(window), atol=2e-6, rtol=1e-5)
+    out, expected = attend(scene, window, bidirectional), scene.expected(window, bidirectional)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_sequences_are_independent_of_their_order() -> None:

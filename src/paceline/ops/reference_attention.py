@@ -71,7 +71,13 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every row over its sequence's paged keys; see :func:`paceline.ops.paged_attention`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    key = (window, bidirectional, q.shape[1], k_cache.shape[1:], k_cache.dtype)  # target and drafter may share a layout
+    key = (
+        window,
+        bidirectional,
+        q.shape[1],
+        k_cache.shape[1:],
+        k_cache.dtype,
+    )  # target and drafter may share a layout
     plan = layout.derived.get(key)
     if plan is None:
         groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window, bidirectional)
@@ -177,9 +183,8 @@ def _group(
 ) -> AttentionGroup:
     # numpy: a tenth of torch's cost for arrays this small
     n, max_blocks = spans[0].num_rows, spans[-1].num_blocks
-    _, _, first_row, first_block, slot, computed = np.array(spans, dtype=np.int64).T[
-        :, :, None
-    ]  # [B, 1] each
+    columns = np.array(spans, dtype=np.int64).T[:, :, None]  # [fields, B, 1]
+    _, _, first_row, first_block, slot, computed = columns
     query = computed + np.arange(n)  # [B, n] positions
     position = first_block * block_size + np.arange(max_blocks * block_size)  # [B, N]
 

@@ -126,10 +126,7 @@ def _attention_kernel(
     q = tl.load(q_ptr + out_row[:, None] * D + column[None, :], mask=served[:, None], other=0.0)
 
     begin = 0
-    if BIDIRECTIONAL:
-        end = computed + num_rows
-    else:
-        end = computed + tl.minimum(tile_row + TILE_ROWS, num_rows)
+    end = computed + (num_rows if BIDIRECTIONAL else tl.minimum(tile_row + TILE_ROWS, num_rows))
     if WINDOW > 0:
         begin = tl.maximum(computed + tile_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT:
@@ -149,7 +146,7 @@ def _attention_kernel(
         address = offset[:, None] + column[None, :]
         k = tl.load(k_cache_ptr + address, mask=exists[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
-        visible = exists[None, :] & served[:, None]
+        visible = exists[None, :]
         if not BIDIRECTIONAL:
             visible = visible & (key[None, :] <= query_position[:, None])
         if WINDOW > 0:
