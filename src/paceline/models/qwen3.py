@@ -178,14 +178,15 @@ class Qwen3ForCausalLM(nn.Module):
         """
         cos_sin = self.rope()
         residual = self.embed_tokens(tokens)  # [*rows, d]
-        stream = [residual]  # stream[l + 1]: the residual stream after layer l
+        tapped = {-1: residual} if -1 in taps else {}  # only what is asked for is kept alive
         norms = [*(layer.input_layernorm for layer in self.decoder_layers()), self.norm]
         x = norms[0](residual)
-        for layer, norm in zip(self.decoder_layers(), norms[1:], strict=True):
+        for i, (layer, norm) in enumerate(zip(self.decoder_layers(), norms[1:], strict=True)):
             x, residual = layer(x, residual, positions, cos_sin, context)
             x, residual = norm.add(x, residual)
-            stream.append(residual)
-        return ForwardOutput(x, torch.cat([stream[tap + 1] for tap in taps], dim=-1) if taps else None)
+            if i in taps:
+                tapped[i] = residual
+        return ForwardOutput(x, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None)
 
     def decoder_layers(self) -> Sequence[DecoderLayer]:
         """The layers, typed."""

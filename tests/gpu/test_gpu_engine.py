@@ -1,0 +1,183 @@
+"""The whole engine on a real device: golden numbers, a 4B geometry, and a step that never waits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import EngineConfig
+from paceline.engine.core import EngineCore
+from paceline.engine.factory import make_core
+from paceline.models.attention import DenseCausalContext
+from paceline.runtime.runner import Runner
+from paceline.sampling.params import SamplingParams
+from support.engines import GOLDEN, complete, golden_cases, tokens_of
+
+pytestmark = pytest.mark.gpu
+
+GEOMETRY = Path(__file__).parent.parent.parent / "benchmarks" / "geometries" / "qwen3-4b"
+REGRET_NATS = 0.20
+
+
+def gpu_core(model: Path, **options: Any) -> EngineCore:
+    options = {"device": "cuda", "num_blocks": 512, "max_num_seqs": 16, **options}
+    return make_core(EngineConfig.of(model=str(model), **options))
+
+
+def runner_of(core: EngineCore) -> Runner:
+    assert isinstance(core.runner, Runner)
+    return core.runner
+
+
+@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen3_tiny_untied", "qwen3_yarn"])
+@pytest.mark.parametrize("budget", [16, 512])
+def test_golden_numbers_in_fp32(name: str, budget: int) -> None:
+    core = gpu_core(GOLDEN / name, dtype="float32", max_num_batched_tokens=budget, max_logprobs=400)
+    cases = golden_cases(name)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=-1)
+    outputs = complete(core, [case["input_ids"].tolist() for case in cases], params)
+    for case, (output,) in zip(cases, outputs, strict=True):
+        logits = case["logits"].astype(np.float64)
+        want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert output.prompt_logprobs is not None
+        for row, entry in zip(want[:-1], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            got = np.array([entry[i].logprob for i in range(len(row))])
+            np.testing.assert_allclose(got, row, atol=2e-4, rtol=0)
+        assert output.token_ids == case["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("drafter", ["dflash_tiny_b16", "dspark_tiny_b7", "dspark_tiny_b7_rnn"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_same_tokens_with_a_drafter(drafter: str, temperature: float) -> None:
+    prompts = [case["input_ids"].tolist() for case in golden_cases("qwen3_tiny")]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=i)
+        for i in range(len(prompts))
+    ]
+    plain = tokens_of(complete(gpu_core(GOLDEN / "qwen3_tiny", dtype="float32"), prompts, params))
+    core = gpu_core(
+        GOLDEN / "qwen3_tiny", dtype="float32", speculative_config={"model": str(GOLDEN / drafter)}
+    )
+    assert tokens_of(complete(core, prompts, params)) == plain
+    assert core.scheduler.speculation.num_accepted_tokens > 0
+    assert tokens_of(complete(core, prompts, params)) == plain, "again, all warm"
+
+
+def test_sampler_features_agree_with_the_cpu() -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 320) for _ in range(20)] for _ in range(8)]
+    base = {"max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=1.0, seed=1, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.8, top_k=20, seed=2, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.8, top_p=0.8, seed=3, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=1.2, min_p=0.05, seed=4, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=5, **base),  # type: ignore[arg-type]
+        SamplingParams(
+            temperature=0.9, logit_bias={7: 5.0}, allowed_token_ids=list(range(3, 60)), seed=6, **base
+        ),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.9, bad_words_ids=[[5], [6, 7]], min_tokens=5, seed=7, **base),  # type: ignore[arg-type]
+    ]
+    on_gpu = complete(gpu_core(GOLDEN / "qwen3_tiny", dtype="float32"), prompts, params)
+    cpu = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", dtype="float32"))
+    assert tokens_of(on_gpu) == tokens_of(complete(cpu, prompts, params))
+
+
+@pytest.fixture(scope="module")
+def big() -> Iterator[EngineCore]:
+    core = gpu_core(GEOMETRY, load_format="dummy", num_blocks=2048, max_num_seqs=32)
+    yield core
+    del core
+    torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def regrets(core: EngineCore, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """How far below the best token each chosen one lies under a dense torch forward pass, in nats."""
+    model = runner_of(core).model
+    tokens = torch.tensor(prompt + output, device="cuda")
+    hidden = model(tokens, torch.arange(len(tokens), device="cuda"), DenseCausalContext()).hidden
+    rows = torch.log_softmax(model.logits(hidden[len(prompt) - 1 : -1]).float(), dim=-1)
+    return rows.max(-1).values - rows.gather(1, tokens[len(prompt) :, None])[:, 0]
+
+
+def test_4b_geometry_agrees_with_torch_at_every_position(big: EngineCore) -> None:
+    rng = random.Random(0)
+    lengths = [1, 15, 16, 17, 100, 511, 512, 700]
+    prompts = [[rng.randrange(151_000) for _ in range(n)] for n in lengths]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    for tokens, prompt in zip(tokens_of(complete(big, prompts, params)), prompts, strict=True):
+        worst = float(regrets(big, prompt, tokens).max())
+        assert worst <= REGRET_NATS, f"{worst} nats after a prompt of {len(prompt)}"
+
+
+def test_steps_never_wait_on_the_device(big: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, mixed and decode steps of every kind of sampling run with synchronisation forbidden."""
+    rng = random.Random(1)
+    base = {"max_tokens": 12, "ignore_eos": True}
+    kinds = [
+        SamplingParams(temperature=0.0, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.0, logprobs=5, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=1.0, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, **base),  # type: ignore[arg-type]
+        SamplingParams(temperature=0.7, frequency_penalty=0.5, logit_bias={3: 1.0}, min_tokens=3, **base),  # type: ignore[arg-type]
+    ]
+    prompts = [[rng.randrange(151_000) for _ in range(40 + 9 * i)] for i in range(len(kinds))]
+    complete(big, prompts, kinds)  # compile first: loading a kernel may synchronise
+    launch, count = big.runner.launch, 0
+
+    def guarded(plan: Any) -> Any:
+        nonlocal count
+        count += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(big.runner, "launch", guarded)
+    complete(big, [prompt[::-1] for prompt in prompts], kinds)
+    assert count >= 12
+
+
+def test_drafting_at_4b_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random drafter at DSpark's real size: rounds run without waiting and what stands is the target's
+    own.
+    """
+    core = gpu_core(
+        GEOMETRY,
+        load_format="dummy",
+        num_blocks=1024,
+        max_num_seqs=8,
+        speculative_config={"model": str(GEOMETRY.parent / "qwen3-4b-dspark-b7")},
+    )
+    rng = random.Random(2)
+    prompts = [[rng.randrange(151_000) for _ in range(30 + 40 * i)] for i in range(4)]
+    params = [
+        SamplingParams(temperature=float(i == 3), seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
+    ]
+    complete(core, prompts, params)
+    allocated = torch.cuda.memory_reserved()
+    launch = core.runner.launch
+
+    def guarded(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(core.runner, "launch", guarded)
+    outputs = tokens_of(complete(core, [prompt[::-1] for prompt in prompts], params))
+    assert core.scheduler.speculation.num_drafts > 0
+    assert torch.cuda.memory_reserved() == allocated, "memory grew after the first requests"
+    for prompt, tokens in zip(prompts[:3], outputs, strict=False):
+        assert float(regrets(core, prompt[::-1], tokens).max()) <= REGRET_NATS
