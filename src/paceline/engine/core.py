@@ -226,6 +226,8 @@ class EngineCore:
             token_ids=progress.tokens,
             logprobs=progress.logprobs,
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_draft_tokens=progress.num_drafts,
+            num_accepted_tokens=progress.num_accepted,
             first_scheduled_s=sequence.first_scheduled_s or 0.0,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
@@ -252,6 +254,13 @@ class EngineCore:
         stats.prefix_queries = self.pool.num_queried_tokens
         stats.prefix_hits = self.pool.num_hit_tokens
         stats.finished = dict(self._finished)
+        speculation = self.scheduler.speculation
+        stats.num_drafts = speculation.num_drafts
+        stats.num_draft_tokens = speculation.num_draft_tokens
+        stats.num_accepted_tokens = speculation.num_accepted_tokens
+        stats.accepted_per_position = list(speculation.accepted_per_position)
+        stats.accept_lengths = list(speculation.accept_lengths)
+        stats.draft_refusals = dict(speculation.refused)
         return stats
 
     def reset_prefix_cache(self) -> bool:

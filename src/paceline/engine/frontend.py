@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from paceline.engine.messages import EngineInfo, EngineRequest, SequenceOutput
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.outputs import BONUS, PLAIN, CompletionOutput, RequestMetrics, RequestOutput
 from paceline.errors import ConfigError, ContextLengthError, RequestError
 from paceline.sampling.logprobs import Logprob
 from paceline.sampling.params import SamplingParams, validate
@@ -92,6 +92,8 @@ class RequestState:
         count = len(update.token_ids)
         whole.text += update.text
         whole.token_ids += update.token_ids
+        self._note_origins(output, update)
+        whole.origins += update.origins
         whole.finish_reason, whole.stop_reason = update.finish_reason, update.stop_reason
         if whole.logprobs is not None and update.logprobs is not None:
             whole.logprobs += update.logprobs
@@ -117,6 +119,16 @@ class RequestState:
                 ]
         if output.error is not None:
             self.error = output.error
+
+    def _note_origins(self, output: SequenceOutput, update: CompletionOutput) -> None:
+        """Where the tokens came from. Drafts cut off by a stop string are not counted as accepted."""
+        count = len(update.token_ids)
+        if output.num_draft_tokens == 0:
+            update.origins = [PLAIN] * count
+            return
+        accepted = min(output.num_accepted_tokens, count)
+        update.origins = [*range(1, accepted + 1), *[BONUS] * (count - accepted)]
+        self.metrics.add_round(output.num_draft_tokens, accepted)
 
     def _read(self, output: SequenceOutput) -> CompletionOutput:
         """Tokens to text, cut at a stop string."""

@@ -68,6 +68,10 @@ class SequenceOutput(msgspec.Struct, kw_only=True, tag="output"):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Sent once, with the first tokens of continuation 0."""
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Drafts the step verified for this continuation."""
+    num_accepted_tokens: int = 0
+    """How many of them stand: they are the first of ``token_ids``."""
     first_scheduled_s: float = 0.0
     """CLOCK_MONOTONIC time of the first step the sequence took part in."""
     finish_reason: FinishReason | None = None
@@ -116,6 +120,20 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     generation_tokens: int = 0
     finished: dict[str, int] = {}
     """Continuations ended, by finish reason."""
+    num_drafts: int = 0
+    """Verify spans: one per sequence and round that had drafts."""
+    num_draft_tokens: int = 0
+    """Drafts verified."""
+    num_accepted_tokens: int = 0
+    """Drafts that became part of an output."""
+    accepted_per_position: list[int] = []
+    """How often the draft at each position stood."""
+    accept_lengths: list[int] = []
+    """Verify spans that committed 1, 2, ... tokens."""
+    draft_refusals: dict[str, int] = {}
+    """Rounds a sequence went without drafts it could have had, by reason."""
+    draft_state: dict[str, int] = {}
+    """What became of kept draft state, by event; only with strategies that keep it apart from the blocks."""
     schedule_s: float = 0.0
     """Host seconds spent in the scheduler and the cache, summed over steps."""
     cache_reset: bool = False

@@ -69,11 +69,31 @@ class StatsLine:
         queries = stats.prefix_queries - last.prefix_queries
         hits = stats.prefix_hits - last.prefix_hits
         hit_rate = f"{hits / queries:.1%}" if queries else "-"
-        return (
+        line = (
             f"prompt {prompt / elapsed_s:.1f} tok/s, generation {generation / elapsed_s:.1f} tok/s, "
             f"running {stats.num_running}, waiting {stats.num_waiting}, "
             f"K/V {stats.kv_cache_usage:.1%}, prefix hits {hit_rate}"
         )
+        drafts = _drafts_line(stats, last, elapsed_s)
+        return line if drafts is None else f"{line}\n{drafts}"
+
+
+def _drafts_line(stats: EngineStats, last: EngineStats, elapsed_s: float) -> str | None:
+    """What speculation did since ``last``; None when nothing was drafted."""
+    rounds = stats.num_drafts - last.num_drafts
+    if rounds <= 0:
+        return None
+    drafted = stats.num_draft_tokens - last.num_draft_tokens
+    accepted = stats.num_accepted_tokens - last.num_accepted_tokens
+    before = last.accepted_per_position or [0] * len(stats.accepted_per_position)
+    rates = " ".join(
+        f"{(new - old) / rounds:.2f}" for new, old in zip(stats.accepted_per_position, before, strict=True)
+    )
+    return (
+        f"drafts: accept length {1 + accepted / rounds:.2f}, accepted {accepted} of {drafted} tokens "
+        f"({accepted / drafted:.1%}), {accepted / elapsed_s:.1f} of {drafted / elapsed_s:.1f} tok/s, "
+        f"by position {rates}"
+    )
 
 
 async def log_stats(read: Callable[[], Awaitable[EngineStats]], interval_s: float = LOG_INTERVAL_S) -> None:
@@ -90,5 +110,6 @@ async def log_stats(read: Callable[[], Awaitable[EngineStats]], interval_s: floa
         except EngineDeadError:
             text = None  # reported by whoever supervises it
         if text is not None:
-            logger.info(text)
+            for line_ in text.splitlines():
+                logger.info(line_)
         await asyncio.sleep(interval_s)

@@ -9,11 +9,11 @@ second name is written at scrape time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -26,7 +26,18 @@ _PREFIX = "paceline:"
 _ALIAS_PREFIX = "vllm:"
 _LABELS = ("model_name", "engine")
 
-_OWN_ONLY = frozenset(("engine_up", "engine_steps", "engine_rows", "schedule_seconds"))
+_OWN_ONLY = frozenset(
+    (
+        "engine_up",
+        "engine_steps",
+        "engine_rows",
+        "schedule_seconds",
+        "spec_decode_accept_length",
+        "spec_decode_refusals",
+        "spec_decode_draft_state",
+        "request_accept_length",
+    )
+)
 """Metrics vLLM has no equal of."""
 
 _LATENCY_BUCKETS = (
@@ -36,6 +47,7 @@ _TOKEN_LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
 )  # fmt: skip
 _REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
+_ACCEPT_LENGTH_BUCKETS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16)
 _TOKENS_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
@@ -78,6 +90,11 @@ class Metrics(Collector):
         )
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Generated tokens per request, all its sequences.", _TOKENS_BUCKETS
+        )
+        self.request_accept_length = self._histogram(
+            "request_accept_length",
+            "Mean tokens per verify step of each request that drafted, the bonus included.",
+            _ACCEPT_LENGTH_BUCKETS,
         )
         self._success = Counter(
             _PREFIX + "request_success",
@@ -142,9 +159,64 @@ class Metrics(Collector):
             ("schedule_seconds", "Host time in scheduler and cache.", stats.schedule_s),
         )
         for name, text, value in counters:
-            family = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+            yield self._counter(name, text, {(): value})
+        if stats.accepted_per_position:
+            yield from self._speculation_families(stats)
+
+    def _speculation_families(self, stats: EngineStats) -> Iterator[Metric]:
+        prefix = "spec_decode_"
+        yield self._counter(prefix + "num_drafts", "Verify spans.", {(): stats.num_drafts})
+        yield self._counter(
+            prefix + "num_draft_tokens", "Drafted tokens verified.", {(): stats.num_draft_tokens}
+        )
+        yield self._counter(
+            prefix + "num_accepted_tokens", "Drafted tokens accepted.", {(): stats.num_accepted_tokens}
+        )
+        yield self._counter(
+            prefix + "num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by position in the draft.",
+            {(str(i),): count for i, count in enumerate(stats.accepted_per_position)},
+            ("position",),
+        )
+        yield self._counter(
+            prefix + "refusals",
+            "Rounds a sequence went without drafts it could have had.",
+            {(reason,): count for reason, count in sorted(stats.draft_refusals.items())},
+            ("reason",),
+        )
+        if stats.draft_state:
+            yield self._counter(
+                prefix + "draft_state",
+                "What became of draft state kept apart from the K/V blocks.",
+                {(event,): count for event, count in sorted(stats.draft_state.items())},
+                ("event",),
+            )
+        yield self._accept_lengths(stats.accept_lengths)
+
+    def _accept_lengths(self, lengths: Sequence[int]) -> Metric:
+        """The histogram of tokens committed per verify span, one bucket per length."""
+        family = HistogramMetricFamily(
+            _PREFIX + "spec_decode_accept_length",
+            "Tokens committed per verify span, the bonus included.",
+            labels=_LABELS,
+        )
+        total, buckets = 0, []
+        for length, count in enumerate(lengths, start=1):
+            total += count
+            buckets.append((str(float(length)), total))
+        buckets.append(("+Inf", total))
+        family.add_metric(
+            self._labels, buckets, sum(length * count for length, count in enumerate(lengths, start=1))
+        )
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, text, labels=(*_LABELS, *labels))
+        for extra, value in values.items():
+            family.add_metric((*self._labels, *extra), value)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
@@ -197,6 +269,8 @@ class RequestObserver:
         times = output.metrics
         if times is None or times.first_token_s is None or times.last_token_s is None:
             return
+        if times.accept_length is not None:
+            metrics.request_accept_length.observe(times.accept_length)
         metrics.e2e_latency.observe(times.last_token_s - times.arrival_s)
         metrics.decode_time.observe(times.last_token_s - times.first_token_s)
         if times.first_scheduled_s is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from paceline import __version__
 from paceline.engine.frontend import Frontend, RequestState
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.server.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from paceline.server.requests import response_id
 from paceline.server.schema import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -21,6 +22,20 @@ from paceline.server.schema import ChatCompletionRequest, CompletionRequest, Sam
 SYSTEM_FINGERPRINT = f"paceline-{__version__}"
 
 Json = dict[str, Any]
+
+
+def spec_decode_usage(metrics: Sequence[RequestMetrics]) -> Json:
+    """What was drafted for a response, over all its prompts and choices."""
+    rounds = sum(item.num_drafts for item in metrics)
+    accepted = sum(item.num_accepted_tokens for item in metrics)
+    by_position = [item.accepted_per_position for item in metrics]
+    return {
+        "num_drafts": rounds,
+        "num_draft_tokens": sum(item.num_draft_tokens for item in metrics),
+        "num_accepted_tokens": accepted,
+        "num_accepted_tokens_per_pos": [sum(counts) for counts in zip_longest(*by_position, fillvalue=0)],
+        "mean_accept_length": 1 + accepted / rounds if rounds else None,
+    }
 
 
 class Writer(ABC):
@@ -109,12 +124,15 @@ class Writer(ABC):
         prompt = sum(len(state.request.prompt_token_ids) for state in self._states)
         completion = sum(len(output.token_ids) for state in self._states for output in state.outputs)
         cached = sum(state.num_cached_tokens for state in self._states)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self._body.return_spec_decode_metrics:
+            usage["spec_decode"] = spec_decode_usage([state.metrics for state in self._states])
+        return usage
 
     @staticmethod
     def _ending(output: CompletionOutput) -> Json:

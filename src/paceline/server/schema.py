@@ -63,6 +63,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Show tokens in log-probabilities as ``token_id:N``, which is exact where their text is not."""
     return_token_ids: bool | None = None
     """Add ``token_ids`` to choices and ``prompt_token_ids`` to the response."""
+    return_spec_decode_metrics: bool | None = None
+    """Add ``spec_decode`` to the usage: drafts, and how many of them were accepted."""
     request_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     """Part of the response's ``id``."""
 
