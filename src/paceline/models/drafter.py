@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import ops
 from paceline.models.attention import AttentionContext, AttentionSpec
 from paceline.models.drafter_config import DrafterConfig
-from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
+from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm, freeze
 from paceline.models.rope import RopeTable, apply_rope
 
 
@@ -178,6 +177,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         # Stacked, because the context's keys and values of all layers come from one input: a single product.
         self.qkv_proj = nn.Parameter(torch.empty(num_layers, rows, d, device=device, dtype=dtype))
+        self._packed_qkv: list[Tensor | None] = [None] * num_layers
+        self._packed_context: Tensor | None = None
         self.qkv_bias = (
             nn.Parameter(torch.empty(num_layers, rows, device=device, dtype=dtype))
             if shape.attention_bias
@@ -206,6 +207,14 @@ class Drafter(nn.Module):
         num_positions = target.config.max_context_len + config.block_size
         self.rope = RopeTable(shape.rope, shape.head_dim, num_positions, device)
 
+    def freeze(self) -> None:
+        """Make a loaded drafter ready to serve."""
+        freeze(self)
+        first = self.config.layers.q_size
+        weights = self.qkv_proj.detach()
+        self._packed_qkv = [ops.pack_linear(weight) for weight in weights]
+        self._packed_context = ops.pack_linear(weights[:, first:].flatten(0, 1))
+
     @property
     def target(self) -> Qwen3ForCausalLM:
         """The model this drafter drafts for."""
@@ -231,7 +240,11 @@ class Drafter(nn.Module):
             [layers, R, 2 KV * D], keys then values.
         """
         first = self.config.layers.q_size
-        kv = torch.matmul(features, self.qkv_proj[:, first:].transpose(1, 2))
+        if self._packed_context is None:
+            kv = torch.matmul(features, self.qkv_proj[:, first:].transpose(1, 2))
+        else:
+            flat = ops.linear(features, self.qkv_proj[:, first:].flatten(0, 1), packed=self._packed_context)
+            kv = flat.view(features.shape[0], len(self.layers), -1).transpose(0, 1)
         return kv if self.qkv_bias is None else kv + self.qkv_bias[:, None, first:]
 
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +290,7 @@ class Drafter(nn.Module):
         x: Tensor = norms[0](residual)
         for i, layer in enumerate(layers):
             bias = None if self.qkv_bias is None else self.qkv_bias[i]
-            qkv = F.linear(x, self.qkv_proj[i], bias)
+            qkv = ops.linear(x, self.qkv_proj[i], bias, self._packed_qkv[i])
             x, residual = layer(qkv, residual, positions, cos_sin, context)
             x, residual = norms[i + 1].add(x, residual)
         return x

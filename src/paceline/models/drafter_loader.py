@@ -114,7 +114,8 @@ def load_drafter(
         if name in headers:
             _compare_rows(headers[name], name, ours, config.mask_token_id)
     stream_tensors(headers, targets, show_progress=show_progress, what="drafter weights")
-    return drafter.requires_grad_(False).eval()
+    drafter.freeze()
+    return drafter
 
 
 def _read_target_ids(folder: Path, headers: dict[str, StoredTensor], config: DrafterConfig) -> Tensor:
@@ -170,7 +171,8 @@ def random_drafter(config: DrafterConfig, target: Qwen3ForCausalLM, *, seed: int
     weight = target.embed_tokens.weight
     drafter = Drafter(config, target, device=weight.device, dtype=weight.dtype)
     randomize(drafter, torch.Generator(weight.device).manual_seed(seed))
-    return drafter.requires_grad_(False).eval()
+    drafter.freeze()
+    return drafter
 
 
 def save_drafter(

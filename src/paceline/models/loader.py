@@ -20,7 +20,7 @@ from paceline.models.checkpoint import (
     write_folder,
 )
 from paceline.models.config import Qwen3Config
-from paceline.models.qwen3 import Attention, DecoderLayer, Qwen3ForCausalLM
+from paceline.models.qwen3 import Attention, DecoderLayer, Qwen3ForCausalLM, freeze
 
 LoadFormat = Literal["auto", "dummy"]
 _HEAD: Final = "lm_head.weight"
@@ -112,7 +112,8 @@ def load_model(
             f"{folder}: config.json ties the head to the embedding, but the file has a different {_HEAD}; "
             "set 'tie_word_embeddings' to false to use it, or remove the tensor"
         )
-    return model.requires_grad_(False).eval()
+    freeze(model)
+    return model
 
 
 @torch.no_grad()
@@ -130,7 +131,8 @@ def random_model(
     """
     model = Qwen3ForCausalLM(config, device=device, dtype=dtype)
     randomize(model, torch.Generator(device).manual_seed(seed))
-    return model.requires_grad_(False).eval()
+    freeze(model)
+    return model
 
 
 @torch.no_grad()

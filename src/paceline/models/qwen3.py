@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import ops
@@ -34,10 +33,28 @@ class ForwardOutput(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weights start unset: a loader, or ``init_weights``, fills them."""
+    """nn.Linear whose weights start unset: a loader, or ``init_weights``, fills them. ``freeze`` packs them."""
+
+    packed: Tensor | None = None
+
+    def freeze(self) -> None:
+        """Prepare for inference: the weights will not change any more."""
+        self.packed = ops.pack_linear(self.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*, in] -> [*, out]."""
+        return ops.linear(x, self.weight, self.bias, self.packed)
 
     def reset_parameters(self) -> None:
         """Leave the memory untouched: filling 4B values that will be overwritten takes half a minute."""
+
+
+def freeze(module: nn.Module) -> None:
+    """Make a loaded module ready to serve: no gradients, evaluation mode, weights packed where that pays."""
+    module.requires_grad_(False).eval()
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.freeze()
 
 
 class RMSNorm(nn.Module):
@@ -194,7 +211,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[*, d] -> [*, V] in the weights' dtype; callers that sample or take a loss convert to fp32."""
-        return F.linear(hidden, self.lm_head.weight)
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -14,8 +14,18 @@ from torch import Tensor
 
 from paceline.ops import reference, reference_attention
 from paceline.ops.layout import RowLayout
+from paceline.ops.linear import linear, pack_linear
 
-__all__ = ["RowLayout", "add_rms_norm", "paged_attention", "qk_norm_rope_write", "rms_norm", "silu_mul"]
+__all__ = [
+    "RowLayout",
+    "add_rms_norm",
+    "linear",
+    "pack_linear",
+    "paged_attention",
+    "qk_norm_rope_write",
+    "rms_norm",
+    "silu_mul",
+]
 
 
 @cache
