@@ -68,7 +68,7 @@ def make_scene(
     num_blocks, num_slots = sum(blocks_of) + 3, len(spans) + 2
     free = torch.randperm(num_blocks, generator=gen).tolist()
     slot_of = torch.randperm(num_slots, generator=gen).tolist()
-    tables = torch.full((num_slots, max(blocks_of) + 2), -1, dtype=torch.int32)
+    tables = torch.full((num_slots, max(blocks_of)), -1, dtype=torch.int32)
     num_computed = torch.full((num_slots,), 10**6, dtype=torch.int32)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
@@ -98,7 +98,7 @@ def test_qk_norm_rope_write(num_kv_heads: int) -> None:
 
 spans = st.lists(
     st.tuples(
-        st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 70]),
+        st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 70, 79]),
         st.sampled_from([1, 1, 1, 2, 8, 16, 17, 37]),
     ),
     min_size=1,
@@ -114,6 +114,10 @@ spans = st.lists(
     window=st.sampled_from([None, 1, 5, 16, 33, 1000]),
     bidirectional=st.booleans(),
 )
+@example([(0, 37), (16, 17), (0, 8)], (4, 2), 16, 5, False)
+@example([(0, 37), (16, 17), (0, 8)], (4, 2), 16, None, True)
+@example([(0, 37), (33, 8), (31, 8), (16, 8)], (4, 2), 16, 16, True)
+@example([(70, 1), (31, 1), (0, 1), (15, 2), (32, 2)], (3, 1), 16, 33, False)
 def test_paged_attention_equals_the_definition(
     spans: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -124,6 +128,12 @@ def test_paged_attention_equals_the_definition(
     scene = make_scene(spans, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
     out, expected = attend(scene, window, bidirectional), scene.expected(window, bidirectional)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_windows_at_different_places_of_the_tables() -> None:
+    """The longest sequence reads the fewest blocks: its padding lies beyond the last column of the table."""
+    scene = make_scene([(79, 1), (70, 1)])
+    torch.testing.assert_close(attend(scene, 16).double(), scene.expected(16), atol=2e-6, rtol=1e-5)
 
 
 def test_sequences_are_independent_of_their_order() -> None:

@@ -71,13 +71,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every row over its sequence's paged keys; see :func:`paceline.ops.paged_attention`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    key = (
-        window,
-        bidirectional,
-        q.shape[1],
-        k_cache.shape[1:],
-        k_cache.dtype,
-    )  # target and drafter may share a layout
+    # a target and its drafter may share a layout
+    key = (window, bidirectional, q.shape[1], k_cache.shape[1:], k_cache.dtype)
     plan = layout.derived.get(key)
     if plan is None:
         groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window, bidirectional)

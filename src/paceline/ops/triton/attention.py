@@ -223,11 +223,10 @@ def choose_config(
         group: query heads per key head.
         num_processors: streaming multiprocessors of the device.
     """
+    wide = dtype == torch.float32  # no tensor cores: larger tiles only spill registers
     packed = max(layout.host_rows) * group
-    small = packed <= 64
-    block_m = max(16, triton.next_power_of_2(packed)) if small else 128
-    block_m = max(block_m, triton.next_power_of_2(group))
-    wide = dtype == torch.float32
+    largest = max(64 if wide or packed <= 64 else 128, group)
+    block_m = triton.next_power_of_2(max(16, min(packed, largest)))
     block_n = 32 if wide else 64
     tiles = num_tiles(layout, num_rows, block_m // group) * num_kv_heads
     fill = 2 * num_processors // max(tiles, 1)
