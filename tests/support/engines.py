@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from safetensors.numpy import load_file
 
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
-from paceline.engine.messages import EngineRequest, SequenceOutput
+from paceline.engine.messages import SequenceOutput
+from paceline.proving import drive
+from paceline.proving.drive import tokens_of
 from paceline.sampling.params import SamplingParams
 
+__all__ = ["DRAFTERS", "GOLDEN", "complete", "golden_cases", "golden_core", "golden_meta", "tokens_of"]
+
 GOLDEN = Path(__file__).parent.parent / "golden"
+DRAFTERS = (
+    "dflash_tiny_b16",
+    "dflash_tiny_b7_deepspec",
+    "dspark_tiny_b7",
+    "dspark_tiny_b7_gated",
+    "dspark_tiny_b7_rnn",
+    "dspark_tiny_b6_speculators",
+)
+"""Drafters of ``qwen3_tiny``: every dialect, both anchor layouts, all heads."""
 
 
-def golden_core(name: str, **options: Any) -> EngineCore:
-    """An engine on the CPU in fp32 over a golden model."""
-    return make_core(EngineConfig.of(model=str(GOLDEN / name), device="cpu", dtype="float32", **options))
+def golden_core(name: str, *, drafter: str | None = None, lookahead: int = 0, **options: Any) -> EngineCore:
+    """An engine on the CPU in fp32 over a golden model.
+
+    Args:
+        name: the target.
+        drafter: a golden drafter.
+        lookahead: steps in flight.
+        options: engine options; ``speculative_config`` adds to the drafter.
+    """
+    if drafter is not None:
+        options["speculative_config"] = {
+            "model": str(GOLDEN / drafter),
+            **options.get("speculative_config", {}),
+        }
+    if "kv_cache_memory_bytes" not in options:
+        options.setdefault("num_blocks", 512)  # the default pool takes longer to zero than most tests run
+    config = EngineConfig.of(model=str(GOLDEN / name), device="cpu", dtype="float32", **options)
+    return make_core(config, lookahead=lookahead)
 
 
 def golden_cases(name: str) -> list[dict[str, np.ndarray[Any, Any]]]:
@@ -32,6 +62,13 @@ def golden_cases(name: str) -> list[dict[str, np.ndarray[Any, Any]]]:
     ]
 
 
+@cache
+def golden_meta(name: str) -> dict[str, Any]:
+    """The meta data of a golden set."""
+    meta: dict[str, Any] = msgspec.json.decode((GOLDEN / name / "cases.json").read_bytes())
+    return meta
+
+
 def complete(
     core: EngineCore,
     prompts: list[list[int]],
@@ -39,27 +76,5 @@ def complete(
     *,
     check: bool = True,
 ) -> list[list[SequenceOutput]]:
-    """Run prompts to their end together; per prompt (and continuation) its merged output."""
-    many = params if isinstance(params, list) else [params] * len(prompts)
-    for i, (prompt, chosen) in enumerate(zip(prompts, many, strict=True)):
-        core.add(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=chosen))
-    merged: dict[tuple[int, int], SequenceOutput] = {}
-    while core.has_work:
-        for output in core.step():
-            key = (int(output.request_id), output.index)
-            if key not in merged:
-                merged[key] = output
-                continue
-            whole = merged[key]
-            whole.token_ids += output.token_ids
-            if output.logprobs is not None:
-                whole.logprobs = (whole.logprobs or []) + output.logprobs
-            whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
-        if check:
-            core.check()
-    return [[merged[i, j] for j in range(many[i].n)] for i in range(len(prompts))]
-
-
-def tokens_of(outputs: list[list[SequenceOutput]]) -> list[list[int]]:
-    """Token ids of every continuation, flattened."""
-    return [output.token_ids for group in outputs for output in group]
+    """Run prompts to their end together, with the engine's own checks after every step."""
+    return drive.complete(core, prompts, params, after_step=core.check if check else None)

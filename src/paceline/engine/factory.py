@@ -16,8 +16,13 @@ from paceline.engine.scheduler import DraftLimits
 logger = logging.getLogger(__name__)
 
 
-def make_core(config: EngineConfig) -> EngineCore:
+def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCore:
     """Load the model and build the engine around it.
+
+    Args:
+        config: engine options.
+        lookahead: steps in flight while the host goes on, 0 or 1; None takes 1 on a GPU, where it hides the
+            host, and 0 on a CPU, where there is nothing to hide it behind.
 
     Raises:
         ConfigError, CheckpointError: with what was given and what would work.
@@ -53,7 +58,7 @@ def make_core(config: EngineConfig) -> EngineCore:
         pool,
         info,
         max_num_batched_tokens=built.max_num_batched_tokens,
-        lookahead=1 if built.device.type == "cuda" else 0,
+        lookahead=int(built.device.type == "cuda") if lookahead is None else lookahead,
         seed=config.seed,
         drafting=DraftLimits(built.num_drafts, built.draft_block_rows),
     )
