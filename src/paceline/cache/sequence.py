@@ -43,16 +43,17 @@ class SequenceBlocks:
         """Tokens ``match`` would find cached now. Takes nothing and counts nothing: for admission."""
         return len(self._pool.find(self.chain, tokens)) * self._pool.block_size
 
-    def admission_cost(self, tokens: Sequence[int], rows: int) -> int:
-        """Free blocks that ``match(tokens)`` and then ``reserve(rows)`` would take.
+    def admission_cost(self, tokens: Sequence[int], rows: int, max_blocks: int | None = None) -> int:
+        """Free blocks that ``match(tokens, max_blocks)`` and then ``reserve(rows)`` would take.
 
         Matched blocks that nobody holds are among them: taking one lowers ``num_free`` like any other.
         """
-        found = self._pool.find(self.chain, tokens)
+        found = self._pool.find(self.chain, tokens)[:max_blocks]
         return -(-rows // self._pool.block_size) + self._pool.count_free(found)
 
-    def match(self, tokens: Sequence[int]) -> int:
-        """Take the longest cached prefix of full blocks and return its length in tokens.
+    def match(self, tokens: Sequence[int], max_blocks: int | None = None) -> int:
+        """Take the longest cached prefix of full blocks, at most ``max_blocks`` of them if given, and return
+        its length in tokens.
 
         At most ``(len(tokens) - 1) // block_size`` blocks, so that one row is left whose logits can be
         sampled. A request that needs every prompt row forwarded (prompt logprobs) just does not call this.
@@ -62,7 +63,7 @@ class SequenceBlocks:
         """
         self._require_empty("match")
         known = len(self.chain.hashes)
-        found = self._pool.find(self.chain, tokens)
+        found = self._pool.find(self.chain, tokens)[:max_blocks]
         self.chain.verify(tokens, 0, min(known, len(found)))  # those hashed when it was asked about before
         self._adopt(found)
         self._pool.num_queried_tokens += len(tokens) if self._pool.enable_caching else 0

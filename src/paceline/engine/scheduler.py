@@ -29,6 +29,7 @@ from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
 from paceline.sampling.logprobs import Logprob
 from paceline.speculation.counters import SpeculationCounters
+from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """What the drafter does per round: drafts proposed, and how many positions from the anchor on its block
-    touches.
+    touches in the target's blocks.
     """
 
     num_drafts: int = 0
@@ -98,6 +99,8 @@ class Scheduler:
         max_num_batched_tokens: rows per step.
         vocab_size: what a request for all logprobs means.
         drafting: the drafter's limits; None drafts nothing.
+        draft_state: how the drafter's knowledge of the past is kept.
+        speculation: counters to count in, those of ``draft_state``; None for new ones.
     """
 
     def __init__(
@@ -108,9 +111,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         vocab_size: int,
         drafting: DraftLimits | None = None,
+        draft_state: DraftState | None = None,
+        speculation: SpeculationCounters | None = None,
     ) -> None:
         self.drafting = drafting or DraftLimits()
-        self.speculation = SpeculationCounters(self.drafting.num_drafts)
+        self.draft_state = draft_state or PagedDraftState()
+        self.speculation = speculation or SpeculationCounters(self.drafting.num_drafts)
         self.pool = pool
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
@@ -161,6 +167,8 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _vacate(self, sequence: Sequence) -> None:
+        self.draft_state.release(sequence.slot)
+        sequence.can_draft = False
         sequence.blocks.release()
         sequence.blocks = SequenceBlocks(self.pool, salt=sequence.request.cache_salt.encode())
         sequence.in_flight.clear()
@@ -215,7 +223,7 @@ class Scheduler:
         left = sequence.tokens_left
         drafts = max(0, min(sequence.drafted, spare, left - 1)) if known <= 1 else 0
         # Worth drafting if the next round may still commit a draft and the token after it.
-        propose = sample and self.drafting.num_drafts > 0 and left - 1 >= 2
+        propose = sample and sequence.can_draft and self.drafting.num_drafts > 0 and left - 1 >= 2
         rows += drafts
         return Claim(rows, drafts, sample, propose, rows + self.drafting.block_rows * propose)
 
@@ -243,6 +251,7 @@ class Scheduler:
             step.plan.spans = [entry.span for entry in step.entries]
             step.plan.inits = [init for init in step.plan.inits if init.slot != slot]
             step.plan.table = [update for update in step.plan.table if update.slot != slot]
+            step.plan.draft.drop(slot)
         self._running.remove(victim)
         self._vacate(victim)
         victim.status = Status.WAITING
@@ -261,13 +270,15 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 held_back.append(sequence)
                 continue
-            claim = self._start(sequence, budget)
-            if claim is None:
+            started = self._start(sequence, budget)
+            if started is None:
                 break
+            claim, offer = started
             heapq.heappop(self._waiting)
             sequence.status = Status.RUNNING
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
+            self.draft_state.admit(sequence.slot, offer, step.plan.draft)
             step.plan.inits.append(
                 SlotInit(
                     slot=sequence.slot,
@@ -288,29 +299,27 @@ class Scheduler:
         """Whether waiting for ``leader`` has nothing more to give: its prompt is computed, or it is gone."""
         return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
 
-    def _start(self, sequence: Sequence, budget: int) -> Claim | None:
+    def _start(self, sequence: Sequence, budget: int) -> tuple[Claim, Offer] | None:
         """Take the cached prefix and the first chunk's blocks; None if they do not fit now."""
         blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
         forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
-        if self._wants_prompt_logprobs(sequence):
-            cached = 0  # every prompt row's logits are wanted, so every row is forwarded
-        elif forks:
-            cached = (sequence.prompt_len - 1) // pool.block_size * pool.block_size
-        else:
-            cached = blocks.match_length(sequence.tokens)
+        parent = leader.blocks if forks and leader is not None else None
+        offer = self.draft_state.offer(self._candidate(sequence, parent))
+        cached = offer.num_blocks * pool.block_size
         missing = len(sequence.tokens) - cached
         rows = min(missing, budget)
         # A newcomer must find room for all its tokens and leave one block for each running sequence, or it
         # would be preempted in its first steps. When nothing else runs there is nobody to make room for, and
         # its first chunk is enough.
         wanted = missing if self._running else rows
-        matched = 0 if forks or cached == 0 else blocks.admission_cost(sequence.tokens, 0)
+        matched = 0 if forks else blocks.admission_cost(sequence.tokens, 0, offer.num_blocks)
         if -(-wanted // pool.block_size) + matched + len(self._running) > pool.num_free:
             return None
-        if forks and leader is not None:
-            blocks.fork(leader.blocks, sequence.prompt_len - 1)
+        if parent is not None:
+            blocks.fork(parent, cached)
         elif not self._wants_prompt_logprobs(sequence):
-            blocks.match(sequence.tokens)
+            blocks.match(sequence.tokens, offer.num_blocks)
+        sequence.can_draft = offer.drafts
         claim = self._claim(sequence, budget, 0)
         granted = None if claim is None else self._reserve(sequence, claim)
         if blocks.computed != cached or granted is None:
@@ -319,7 +328,24 @@ class Scheduler:
             )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = cached
-        return granted
+        return granted, offer
+
+    def _candidate(self, sequence: Sequence, parent: SequenceBlocks | None) -> Candidate:
+        """What a sequence could share: the blocks of ``parent`` if it forks, else what is cached."""
+        size, chain = self.pool.block_size, (parent or sequence.blocks).chain
+        if self._wants_prompt_logprobs(sequence):
+            matched = 0  # every prompt row's logits are wanted, so every row is forwarded
+        elif parent is not None:
+            matched = (sequence.prompt_len - 1) // size
+        else:
+            matched = sequence.blocks.match_length(sequence.tokens) // size
+        return Candidate(
+            hashes=chain.hashes[:matched],
+            num_matched=matched,
+            prompt_len=sequence.prompt_len,
+            max_tokens=sequence.max_tokens,
+            tokens_left=sequence.max_tokens - sequence.num_output_tokens,
+        )
 
     @staticmethod
     def _wants_prompt_logprobs(sequence: Sequence) -> bool:
@@ -349,6 +375,7 @@ class Scheduler:
             sequence.table_len = len(ids)
         sequence.in_flight.append(InFlight(claim.rows, claim.reserved, claim.sample))
         sequence.drafted = self.drafting.num_drafts if claim.propose else 0
+        self.draft_state.cover(sequence.slot, sequence.scheduled, step.plan.draft)
         step.plan.max_context = max(step.plan.max_context, sequence.scheduled)
         step.plan.spans.append(span)
         step.entries.append(Entry(sequence, span, sequence.tenancy))
@@ -383,6 +410,8 @@ class Scheduler:
                 stands = entry.span.rows - entry.span.drafts + max(len(tokens) - 1, 0)
                 sequence.blocks.commit(sequence.in_flight.popleft().reserved, stands, sequence.tokens)
                 sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
+                blocks = sequence.blocks
+                self.draft_state.commit(sequence.slot, blocks.computed, blocks.chain.hashes)
             if result.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
             if sequence.finish_reason is not None:
@@ -415,6 +444,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise InvariantError unless slots, blocks and queues agree with each other."""
         self.pool.check()
+        self.draft_state.check()
         slots = sorted(self._free_slots + [s.slot for s in self._running])
         if slots != list(range(self.max_num_seqs)):
             raise InvariantError(f"slots are not a partition: {slots}")

@@ -66,6 +66,8 @@ class Sequence:
     """How often the sequence has given up a slot."""
     drafted: int = 0
     """Drafts that stand tentatively on the device once everything in flight has run."""
+    can_draft: bool = False
+    """Whether its draft state is there, for its stay in the slot."""
     table_len: int = 0
     """Block ids already written to the device's block table."""
 

@@ -62,6 +62,41 @@ class TableUpdate:
 
 
 @dataclass(slots=True)
+class Restore:
+    """Rebuild the draft K/V of a sequence's first blocks from captured tap rows."""
+
+    slot: int
+    capture_slots: Sequence[int]
+    """Where the rows of block 0, 1, ... lie in the capture store."""
+    draft_blocks: Sequence[int]
+    """Where their draft K/V goes, aligned."""
+
+
+@dataclass(slots=True)
+class DraftUpdates:
+    """What a step does to draft state that is kept apart from the target's blocks; empty when none is.
+
+    Carried out in this order before the step's rows: resets, tables, restores. Each slot's rows are captured
+    through its tables at the end of the step, so a restore still reads a slot that the same step reuses.
+    """
+
+    resets: list[int] = field(default_factory=list)
+    """Slots with a new tenant: both tables of theirs are cleared."""
+    draft_tables: list[TableUpdate] = field(default_factory=list)
+    """Blocks of the draft K/V, per block of a sequence."""
+    capture_tables: list[TableUpdate] = field(default_factory=list)
+    """Slots of the capture store, per block of a sequence."""
+    restores: list[Restore] = field(default_factory=list)
+
+    def drop(self, slot: int) -> None:
+        """Forget what was planned for a slot."""
+        self.resets = [item for item in self.resets if item != slot]
+        self.draft_tables = [item for item in self.draft_tables if item.slot != slot]
+        self.capture_tables = [item for item in self.capture_tables if item.slot != slot]
+        self.restores = [item for item in self.restores if item.slot != slot]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One device step."""
 
@@ -71,6 +106,7 @@ class StepPlan:
     spans: list[Span] = field(default_factory=list)
     max_context: int = 0
     """Upper bound of the largest position + 1 any row of this step may have."""
+    draft: DraftUpdates = field(default_factory=DraftUpdates)
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +114,10 @@ class StepPlan:
         return sum(span.rows for span in self.spans)
 
     def split(self) -> list[StepPlan]:
-        """The same step as one plan per span: used to find the one span that cannot be run."""
+        """The same step as one plan per span: used to find the one span that cannot be run.
+
+        Draft state is updated for all of them by the first: restores must read before anything is captured.
+        """
         return [
             StepPlan(
                 self.step,
@@ -86,8 +125,9 @@ class StepPlan:
                 [update for update in self.table if update.slot == span.slot],
                 [span],
                 self.max_context,
+                DraftUpdates() if i else self.draft,
             )
-            for span in self.spans
+            for i, span in enumerate(self.spans)
         ]
 
 

@@ -14,7 +14,11 @@ class SpeculationCounters:
         num_accepted_tokens: drafts that became part of an output, after truncation.
         accepted_per_position: how often the draft at each position stood.
         accept_lengths: how many spans committed 1, 2, ... tokens, the bonus included.
-        refused: rounds in which a sequence that could have drafted did not, by reason.
+        refused: drafts that were not made though they would have paid, by reason: ``memory`` counts rounds
+            (no room for the drafter's block), ``draft_reserve`` and ``capture_miss`` admissions.
+        draft_state: what became of draft state kept apart from the target's blocks: ``hits`` and ``misses``
+            (admissions with a prefix hit that could, or could not, be restored whole), ``restored_tokens``,
+            ``reforwarded_tokens``, and ``publishes`` and ``evictions`` of captured blocks.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -24,6 +28,7 @@ class SpeculationCounters:
         self.accepted_per_position = [0] * num_positions
         self.accept_lengths = [0] * (num_positions + 1)
         self.refused: Counter[str] = Counter()
+        self.draft_state: Counter[str] = Counter()
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count one verify span."""
