@@ -55,6 +55,7 @@ class ChatTemplate:
         self._environment = _Environment()
         self._template = self._compile(source)
         self._tool_template = self._template if tool_source is None else self._compile(tool_source)
+        self._sources = (source, tool_source or "")
 
     @classmethod
     def from_folder(
@@ -145,7 +146,7 @@ class ChatTemplate:
 
         if not any(map(shield.concerns, texts)):
             return tokenizer.encode(run(lambda text: text), add_special_tokens=False)
-        stand_ins = shield.stand_ins([*texts, self.source])
+        stand_ins = shield.stand_ins([*texts, *self._sources])
         marked = run(lambda text: shield.mark_literals(text, stand_ins))
         safe = run(lambda text: shield.mark_all(text, stand_ins))
         same = shield.literals_in(marked, stand_ins) == shield.literals_in(safe, stand_ins)

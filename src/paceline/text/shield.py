@@ -1,11 +1,11 @@
 """Keeps strings written by users from turning into control tokens once they are part of a prompt.
 
-The text of a control token (``<|im_end|>``) inside a message must be read as ordinary characters. Escaping it
-on the way in and undoing that on the way out is not enough when a chat template stands between: it may strip,
-split, slice or join what it is given. The shield therefore *marks* characters: the first character of each such
-text is replaced by a stand-in, a code point that occurs nowhere else in the prompt. After rendering, the prompt
-is cut behind every stand-in (now replaced by what it stands for) and the pieces are tokenised apart. A piece can
-hold the text of a control token only if all of it was written by the template.
+The text of a control token (``<|im_end|>``) inside a message must be read as ordinary characters. Escaping
+it on the way in and undoing that on the way out is not enough when a chat template stands between: it may
+strip, split, slice or join what it is given. The shield therefore *marks* characters: the first character
+of each such text is replaced by a stand-in, a code point that occurs nowhere else in the prompt. After
+rendering, the prompt is cut behind every stand-in (now replaced by what it stands for) and the pieces are
+tokenised apart. A piece can hold the text of a control token only if all of it was written by the template.
 """
 
 from __future__ import annotations
