@@ -1,4 +1,4 @@
-"""Stage 6: held-out bits per byte, completions of function headers, and sample conversations.
+"""Stage 7: held-out bits per byte, completions of function headers, and sample conversations.
 
 Bits per byte: every Python file of the held-out packages, preceded by ``<|endoftext|>``, is scored in
 sliding windows (each window but the first scores its second half, so a token sees at least half a
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from paceline.models.attention import DenseCausalContext
+from paceline import ops
+from paceline.models.attention import AttentionSpec, DenseCausalContext, split_heads
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.models.rope import apply_rope
 from pretrain.common import CONTEXT_LEN, END_OF_TEXT, IM_END, IM_START
 
 MAX_NEW_TOKENS = 200
@@ -96,36 +99,85 @@ def bits_per_byte(
     }
 
 
+class GrowingContext:
+    """Attention over a dense cache, for greedy decoding of a padded batch.
+
+    A row's K and V go to its position, so what padding wrote is overwritten before a query can see it.
+
+    Args:
+        num_layers: layers of the model.
+        rows: batch size.
+        capacity: positions that fit.
+    """
+
+    def __init__(self, num_layers: int, rows: int, capacity: int) -> None:
+        self._num_layers, self._rows, self._capacity = num_layers, rows, capacity
+        self._cache: list[Tensor] = []
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """See ``AttentionContext.attend``; rows are [B, S]."""
+        q, k, v = split_heads(qkv, spec)  # [B, S, heads, D]
+        angles = cos_sin[positions]
+        q = apply_rope(ops.rms_norm(q, q_norm, spec.eps), angles)
+        k = apply_rope(ops.rms_norm(k, k_norm, spec.eps), angles)
+        if not self._cache:
+            shape = (2 * self._num_layers, self._rows, self._capacity, spec.num_kv_heads, spec.head_dim)
+            self._cache = list(qkv.new_zeros(shape).unbind(0))
+        keys, values = self._cache[2 * layer : 2 * layer + 2]  # [B, capacity, KV, D]
+        row = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
+        keys[row, positions], values[row, positions] = k, v
+        mask = torch.arange(self._capacity, device=qkv.device) <= positions[..., None]  # [B, S, capacity]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask[:, None],
+            scale=spec.scale,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).flatten(-2)
+
+
 @torch.no_grad()
 def greedy(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], new_tokens: int, stop: set[int]
+    model: Qwen3ForCausalLM, prompts: list[list[int]], new_tokens: int, stop: set[int], rows: int = 25
 ) -> list[list[int]]:
-    """Greedy continuations, a stop id cut off. Recomputes the whole batch each step: simple, no cache."""
+    """Greedy continuations, a stop id cut off."""
+    out: list[list[int]] = []
     device = model.embed_tokens.weight.device
-    longest = max(map(len, prompts)) + new_tokens
-    tokens = torch.full((len(prompts), longest), END_OF_TEXT, device=device)
-    for row, ids in enumerate(prompts):
-        tokens[row, : len(ids)] = torch.tensor(ids, device=device)
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    rows = torch.arange(len(prompts), device=device)
-    for step in range(new_tokens):
-        width = int(lengths.max()) + step
-        positions = torch.arange(width, device=device).expand(len(prompts), -1)
-        hidden = model(tokens[:, :width], positions, DenseCausalContext()).hidden
-        last = hidden[rows, lengths + step - 1]  # [B, d]
-        tokens[rows, lengths + step] = model.logits(last).argmax(-1)
-    out = []
-    for row, ids in enumerate(prompts):
-        new = tokens[row, len(ids) : len(ids) + new_tokens].tolist()
-        end = next((i for i, token in enumerate(new) if token in stop), None)
-        out.append(new if end is None else new[:end])
+    for at in range(0, len(prompts), rows):
+        group = prompts[at : at + rows]
+        lengths = torch.tensor([len(ids) for ids in group], device=device)
+        longest = max(map(len, group))
+        tokens = torch.tensor([ids + [END_OF_TEXT] * (longest - len(ids)) for ids in group], device=device)
+        positions = torch.arange(longest, device=device).expand(len(group), -1)
+        context = GrowingContext(model.config.num_hidden_layers, len(group), longest + new_tokens)
+        hidden = model(tokens, positions, context).hidden[
+            torch.arange(len(group), device=device), lengths - 1
+        ]
+        chosen = [model.logits(hidden).argmax(-1)]
+        for step in range(new_tokens - 1):
+            hidden = model(chosen[-1][:, None], (lengths + step)[:, None], context).hidden[:, 0]
+            chosen.append(model.logits(hidden).argmax(-1))
+        for new in torch.stack(chosen, dim=1).tolist():
+            end = next((i for i, token in enumerate(new) if token in stop), None)
+            out.append(new if end is None else new[:end])
     return out
 
 
 def cut_function(completion: str) -> tuple[str, bool]:
     """``completion`` up to the end of the function's block, and whether that end was reached."""
     lines = completion.split("\n")
-    for number, line in enumerate(lines[1:], 1):
+    for number, line in enumerate(lines):
         if line.strip() and not line[0].isspace() and line[0] not in ")]}":
             return "\n".join(lines[:number]).rstrip() + "\n", True
     return completion, False

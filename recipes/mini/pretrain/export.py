@@ -1,4 +1,4 @@
-"""Stage 7: put the trained model, its tokenizer and its figures where the package ships them."""
+"""Stage 8: put the trained model, its tokenizer and its figures where the package ships them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 3: train the byte-level BPE tokenizer and write its files.
+"""Stage 4: train the byte-level BPE tokenizer and write its files.
 
 7680 ids: 256 bytes, 7408 merges, then 16 specials (ChatML, the mask token that drafters use, spares that
 training never shows). Splitting follows Qwen's pattern: digits one by one, runs of white space kept

@@ -1,4 +1,4 @@
-"""Stage 5: train the model from scratch for a fixed wall-clock time.
+"""Stage 6: train the model from scratch for a fixed wall-clock time.
 
 Weights and activations in bf16 over fp32 master weights, Muon and AdamW (``optimizer.py``). The step
 size is a function of elapsed training time (warm-up, plateau, linear to zero), so a run always anneals
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--shards", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="receives model/ and train.json")
     parser.add_argument("--state", type=Path, required=True, help="where the state for --resume goes")
-    parser.add_argument("--seconds", type=float, default=430.0, help="training time, compilation not counted")
+    parser.add_argument("--seconds", type=float, default=450.0, help="training time, compilation not counted")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--matrix-lr", type=float, default=0.01)
