@@ -340,11 +340,11 @@ class AsyncEngine:
             return
         self._closing = True
         if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(EngineDeadError):
+            with contextlib.suppress(EngineDeadError):  # still starting: nothing to wait for
                 self._send(Shutdown())
-            deadline = time.monotonic() + SHUTDOWN_GRACE_S
-            while self._process.poll() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+                deadline = time.monotonic() + SHUTDOWN_GRACE_S
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    await asyncio.sleep(0.02)
         if self._reader is not None:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -294,6 +294,14 @@ class Frontend:
         info = self.info
         validate(params, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
         changes: dict[str, Any] = {}
+        if not prompt_token_ids:
+            raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
+        bad = next((token for token in prompt_token_ids if not 0 <= token < info.vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.",
+                param="prompt",
+            )
         room = info.max_model_len - len(prompt_token_ids)
         if room < 1:
             raise ContextLengthError(

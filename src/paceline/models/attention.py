@@ -6,9 +6,11 @@ training and checks a :class:`DenseCausalContext`; the model file is the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,8 +132,8 @@ class PagedContext:
         cos_sin: Tensor,
         spec: AttentionSpec,
     ) -> Tensor:
-        """See :meth:`AttentionContext.attend`; rows are [R], or [N, W] for N drafter's blocks. Writes the rows'
-        K and V before attending.
+        """See :meth:`AttentionContext.attend`; rows are [R], or [N, W] for N drafter's blocks. Writes the
+        rows' K and V before attending.
         """
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         q = ops.qk_norm_rope_write(
@@ -171,9 +173,15 @@ class KVCache:
     ) -> KVCache:
         """A zeroed cache. Zeros, because a masked key still meets a zero weight, and 0 * NaN is NaN."""
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        return KVCache(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        )
+        return KVCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU in pages the system hands out on first touch, so that an idle cache takes no memory."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
 def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
