@@ -17,8 +17,8 @@ from paceline.engine.scheduler import DraftLimits
 
 logger = logging.getLogger(__name__)
 
-GOMP_SPINCOUNT = "10000"
-"""Turns a CPU thread spins at a barrier before it sleeps: some ten microseconds."""
+GOMP_SPINCOUNT = "1000"
+"""Turns a CPU thread spins at a barrier before it sleeps: about a microsecond."""
 
 
 def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCore:
