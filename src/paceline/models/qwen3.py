@@ -33,7 +33,9 @@ class ForwardOutput(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weights start unset: a loader, or ``init_weights``, fills them. ``freeze`` packs them."""
+    """nn.Linear whose weights start unset: a loader, or ``init_weights``, fills them. ``freeze`` packs
+    them.
+    """
 
     packed: Tensor | None = None
 

@@ -1,8 +1,8 @@
 """Matrix products with weights that do not change.
 
 On a CPU a product of few rows spends most of its time rearranging the weights for the kernel: with 8 rows, a
-verify span, oneDNN takes 3.4 ms for the bundled model's weights when they were rearranged once at load, against
-8 ms otherwise (fp32, one core of a Zen 4). So weights are packed at load there.
+verify span, oneDNN takes 3.4 ms for the bundled model's weights when they were rearranged once at load,
+against 8 ms otherwise (fp32, one core of a Zen 4). So weights are packed at load there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACKED_ROWS = 8
-"""Rows the packing is tuned for; other counts, one row and long prefills included, are no slower than unpacked."""
+"""Rows the packing is tuned for; other counts, one row and long prefills included, are no slower than
+unpacked.
+"""
 
 
 def pack_linear(weight: Tensor) -> Tensor | None:
-    """``weight`` [out, in] in oneDNN's layout for ``linear``, or None where there is nothing to gain: not on a
-    CPU, not fp32, or a torch without the op.
+    """``weight`` [out, in] in oneDNN's layout for ``linear``, or None where there is nothing to gain: not on
+    a CPU, not fp32, or a torch without the op.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.requires_grad:
         return None
