@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """How to draft. None drafts with the bundled drafter when the bundled model is served, else not at all;
     ``SpeculativeConfig()`` switches it off."""
     max_logprobs: int = 20
-    """Most alternatives a request may ask for per position."""
+    """Most alternatives a request may ask for per position; -1 is no limit."""
     seed: int = 0
     """Seed of requests that name none. Each request's own seed is derived from it and the request's
     number.
@@ -81,8 +81,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1], for "
                 "example 0.9."
             )
-        if not 0 <= self.max_logprobs <= 1000:
-            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must lie in 0..1000.")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be 0 or more, or -1 for no limit.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must lie in 0..2**63 - 1.")
 
@@ -97,6 +97,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             fields["speculative_config"] = SpeculativeConfig.of(fields.get("speculative_config"))
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, ConfigError):  # a range check: its message says it all
+                raise error.__cause__ from None
             known = ", ".join(sorted(cls.__struct_fields__))
             raise ConfigError(f"Engine options: {error}. The options are {known}.") from error
 

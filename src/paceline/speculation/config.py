@@ -62,6 +62,8 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
                 return msgspec.json.decode(value, type=cls)
             return msgspec.convert(value, cls)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            if isinstance(error.__cause__, ConfigError):  # a range check: its message says it all
+                raise error.__cause__ from None
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(f"speculative_config: {error}. Its keys are {known}.") from error
 
