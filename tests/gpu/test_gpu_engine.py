@@ -30,6 +30,10 @@ def gpu_core(model: Path, **options: Any) -> EngineCore:
     return make_core(EngineConfig.of(model=str(model), **options))
 
 
+def limited(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
 def runner_of(core: EngineCore) -> Runner:
     assert isinstance(core.runner, Runner)
     return core.runner
@@ -73,18 +77,17 @@ def test_same_tokens_with_a_drafter(drafter: str, temperature: float) -> None:
 def test_sampler_features_agree_with_the_cpu() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 320) for _ in range(20)] for _ in range(8)]
-    base = {"max_tokens": 24, "ignore_eos": True}
     params = [
-        SamplingParams(temperature=0.0, logprobs=3, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=1.0, seed=1, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.8, top_k=20, seed=2, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.8, top_p=0.8, seed=3, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=1.2, min_p=0.05, seed=4, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=5, **base),  # type: ignore[arg-type]
+        limited(24, temperature=0.0, logprobs=3),
+        limited(24, temperature=1.0, seed=1),
+        limited(24, temperature=0.8, top_k=20, seed=2),
+        limited(24, temperature=0.8, top_p=0.8, seed=3),
+        limited(24, temperature=1.2, min_p=0.05, seed=4),
+        limited(24, temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2, seed=5),
         SamplingParams(
             temperature=0.9, logit_bias={7: 5.0}, allowed_token_ids=list(range(3, 60)), seed=6, **base
-        ),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.9, bad_words_ids=[[5], [6, 7]], min_tokens=5, seed=7, **base),  # type: ignore[arg-type]
+        ),
+        limited(24, temperature=0.9, bad_words_ids=[[5], [6, 7]], min_tokens=5, seed=7),
     ]
     on_gpu = complete(gpu_core(GOLDEN / "qwen3_tiny", dtype="float32"), prompts, params)
     cpu = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", dtype="float32"))
@@ -122,13 +125,12 @@ def test_4b_geometry_agrees_with_torch_at_every_position(big: EngineCore) -> Non
 def test_steps_never_wait_on_the_device(big: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, mixed and decode steps of every kind of sampling run with synchronisation forbidden."""
     rng = random.Random(1)
-    base = {"max_tokens": 12, "ignore_eos": True}
     kinds = [
-        SamplingParams(temperature=0.0, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.0, logprobs=5, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=1.0, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, **base),  # type: ignore[arg-type]
-        SamplingParams(temperature=0.7, frequency_penalty=0.5, logit_bias={3: 1.0}, min_tokens=3, **base),  # type: ignore[arg-type]
+        limited(12, temperature=0.0),
+        limited(12, temperature=0.0, logprobs=5),
+        limited(12, temperature=1.0),
+        limited(12, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01),
+        limited(12, temperature=0.7, frequency_penalty=0.5, logit_bias={3: 1.0}, min_tokens=3),
     ]
     prompts = [[rng.randrange(151_000) for _ in range(40 + 9 * i)] for i in range(len(kinds))]
     complete(big, prompts, kinds)  # compile first: loading a kernel may synchronise
