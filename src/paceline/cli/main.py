@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import engine_options, sampling_options
+from paceline.cli.train import train_drafter
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
 
@@ -161,12 +162,16 @@ def bench(
     run_decode_bench(engine, batch_sizes, input_len, output_len, repeats, json_path)
 
 
+app.command()(train_drafter)
+
+
 def main() -> None:
     """Entry point: errors made for users are printed as one line, not as a traceback."""
     try:
         app()
     except PacelineError as error:
-        stderr.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        stderr.print("[bold red]error:[/] ", end="")
+        stderr.out(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,7 +3,7 @@
 - ``.jsonl``: per line one object with ``messages`` (a conversation; the answer after its last user message is
   left to the target), ``prompt`` (text to continue), ``prompt_token_ids``, or ``text`` (a document: a random
   beginning of it becomes the prompt);
-- ``.safetensors``: token sequences, see :mod:`paceline.training.documents`;
+- ``.safetensors``: token sequences, see :mod:`paceline.training.documents`; a folder stands for its files;
 - anything else is read as one document of text.
 """
 
@@ -54,7 +54,7 @@ class PromptReader:
         """
         packed: list[Documents] = []
         prompts: list[list[int]] = []
-        for path in paths:
+        for path in _files(paths):
             if not path.is_file():
                 raise ConfigError(f"data file {path} does not exist")
             if path.suffix == ".safetensors":
@@ -128,6 +128,14 @@ class PromptReader:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_folder(self._folder)
         return self._tokenizer
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(path.glob("*.safetensors"))
+        else:
+            yield path
 
 
 def _text(path: Path) -> str:

@@ -100,10 +100,14 @@ def regenerate(
     world.barrier()  # everyone has seen the same files before anyone adds to them
     if todo:
         engine = engine_config(target, options, device)
-        total = world.size * options.num_engines
+        # An engine that cannot fill its slots is not worth its start.
+        assert engine.max_num_seqs is not None
+        share = -(-len(todo) // world.size)
+        per_process = max(1, min(options.num_engines, share // engine.max_num_seqs))
+        total = world.size * per_process
         jobs = []
-        for local in range(options.num_engines):
-            number = world.rank * options.num_engines + local
+        for local in range(per_process):
+            number = world.rank * per_process + local
             mine = todo[number::total]
             jobs.append(
                 Job(
@@ -160,6 +164,7 @@ def engine_config(target: Path, options: TrainOptions, device: torch.device) -> 
         max_num_batched_tokens=max(8192 if on_gpu else 512, num_seqs),
         num_blocks=blocks,
         seed=options.seed,
+        threads=1 if options.num_engines > 1 else None,
     )
 
 
