@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from paceline.config import EngineConfig
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import RequestError
 from paceline.llm import LLM
 
+# Text of users and models goes through ``out.out``: ``print`` would read markup and emoji codes into it.
 out = Console(highlight=False)
 note = Console(stderr=True, highlight=False)
 
@@ -41,7 +41,8 @@ def generate(
     params = llm.make_sampling_params(**{"max_tokens": 128, **sampling})
     for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
         for completion in output.outputs:
-            out.print(f"[dim]{escape(output.prompt or '')}[/]{escape(completion.text)}", soft_wrap=True)
+            out.out(output.prompt or "", end="", style="dim")
+            out.out(completion.text)
 
 
 def chat(
@@ -69,9 +70,9 @@ def chat(
             for output in llm.stream(messages, params):
                 piece = output.outputs[0].text
                 answer += piece
-                out.print(escape(piece), end="", soft_wrap=True)
+                out.out(piece, end="")
         except RequestError as error:
-            note.print(f"[red]{escape(str(error))}[/]")
+            note.out(str(error), style="red")
             messages.pop()
             continue
         out.print()
@@ -89,7 +90,7 @@ def demo(engine: EngineConfig) -> None:
         out.print(f"[dim]  -- {len(output.outputs[0].token_ids)} tokens, {_rate(output):.0f} tok/s[/]\n")
     out.print(f"[bold]user:[/] {DEMO_QUESTION}\n[bold]assistant:[/] ", end="")
     for piece in llm.stream([{"role": "user", "content": DEMO_QUESTION}], greedy):
-        out.print(escape(piece.outputs[0].text), end="")
+        out.out(piece.outputs[0].text, end="")
     started = time.perf_counter()
     batch = llm.generate(list(DEMO_PROMPTS) * 5, greedy, use_tqdm=False)
     tokens = sum(len(output.outputs[0].token_ids) for output in batch)
@@ -102,18 +103,19 @@ def demo(engine: EngineConfig) -> None:
         "  .venv/bin/paceline serve                       OpenAI API on http://127.0.0.1:8000\n"
         "  .venv/bin/paceline serve Qwen/Qwen3-4B         another model, from a folder or the hub\n"
         "  .venv/bin/paceline bench                       measure this machine\n"
-        "  make test                                      all checks"
+        "  make test                                      all checks",
+        soft_wrap=True,
     )
 
 
 def _show(llm: LLM, prompt: str, params: Any) -> RequestOutput:
     """Print a prompt and its continuation as it comes; returns the whole output."""
-    out.print(f"[dim]{escape(prompt)}[/]", end="")
+    out.out(prompt, end="", style="dim")
     last: RequestOutput | None = None
     tokens: list[int] = []
     for last in llm.stream(prompt, params):
         tokens += last.outputs[0].token_ids
-        out.print(escape(last.outputs[0].text), end="")
+        out.out(last.outputs[0].text, end="")
     out.print()
     assert last is not None
     last.outputs[0].token_ids = tokens
