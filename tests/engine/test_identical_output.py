@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_same_tokens_in_every_setting(kind: str) -> None:
     many = prompts(16)
     alone_core = golden_core("qwen3_tiny", enable_prefix_caching=False)
     alone = [tokens_of(complete(alone_core, [prompt], params))[0] for prompt in many]
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "batched": {"max_num_seqs": 24},
         "chunked": {"max_num_seqs": 6, "max_num_batched_tokens": 7},
         "cached": {"max_num_seqs": 2},

@@ -92,12 +92,13 @@ def test_more_drafts_than_trained_are_refused(name: str, trained: int) -> None:
 
 def test_the_method_is_the_checkpoints_or_refused() -> None:
     golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config={"method": "dspark"})
-    with pytest.raises(ConfigError, match="asks for method 'dflash'.*'dspark' drafter"):
+    with pytest.raises(ConfigError, match=r"asks for method 'dflash'.*'dspark' drafter"):
         golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config={"method": "dflash"})
 
 
 def test_without_a_config_nothing_is_drafted() -> None:
-    for config in (None, {}):
+    configs: list[dict[str, str] | None] = [None, {}]
+    for config in configs:
         core = golden_core("qwen3_tiny", speculative_config=config)
         params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
         complete(core, [[5, 6, 7]], params)

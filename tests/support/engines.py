@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from paceline.proving import drive
 from paceline.proving.drive import tokens_of
 from paceline.sampling.params import SamplingParams
 
-__all__ = ["DRAFTERS", "GOLDEN", "complete", "golden_cases", "golden_core", "golden_meta", "tokens_of"]
+__all__ = [
+    "DRAFTERS",
+    "GOLDEN",
+    "complete",
+    "golden_cases",
+    "golden_core",
+    "golden_meta",
+    "golden_prompts",
+    "tokens_of",
+]
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DRAFTERS = (
@@ -78,3 +88,22 @@ def complete(
 ) -> list[list[SequenceOutput]]:
     """Run prompts to their end together, with the engine's own checks after every step."""
     return drive.complete(core, prompts, params, after_step=core.check if check else None)
+
+
+def golden_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Beginnings of the golden texts, which the golden drafters were taught; every third one ends in noise.
+
+    Many begin alike, so that a prefix cache has something to find.
+    """
+    rng = random.Random(seed)
+    texts = [
+        [*case["input_ids"].tolist(), *case["greedy_ids"].tolist()] for case in golden_cases("qwen3_tiny")
+    ]
+    prompts = []
+    for i in range(count):
+        text = texts[i % len(texts)]
+        prompt = text[: rng.randrange(1, len(text) + 1)]
+        if i % 3 == 2:
+            prompt += [rng.randrange(3, 317) for _ in range(rng.randrange(1, 8))]
+        prompts.append(prompt)
+    return prompts

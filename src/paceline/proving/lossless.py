@@ -1,0 +1,220 @@
+"""L1: the same tokens, one for one, however they are computed. Exact arithmetic differences aside, which is
+why it is asked for in fp32 on a CPU, where no result depends on how rows are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from paceline.config import EngineConfig
+from paceline.engine.core import EngineCore
+from paceline.engine.factory import make_core
+from paceline.engine.messages import SequenceOutput
+from paceline.proving.drive import complete, tokens_of
+from paceline.proving.gates import Violation, first_difference, nothing_held, same_tokens
+from paceline.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A way to sample; every request gets a seed of its own.
+
+    Attributes:
+        name: in tables.
+        fields: of ``SamplingParams``.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+
+    def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
+        """Parameters of ``count`` requests."""
+        return [
+            SamplingParams(seed=1000 + i, max_tokens=max_tokens, ignore_eos=True, **self.fields)
+            for i in range(count)
+        ]
+
+
+GREEDY = Sampling("greedy", {"temperature": 0.0})
+PLAIN = Sampling("T = 1", {"temperature": 1.0})
+SAMPLINGS = (
+    GREEDY,
+    PLAIN,
+    Sampling("top-k, top-p", {"temperature": 0.8, "top_k": 40, "top_p": 0.9}),
+    Sampling(
+        "penalties, bias, min-p",
+        {
+            "temperature": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.3,
+            "presence_penalty": 0.2,
+            "logit_bias": {5: 2.0, 17: -3.0},
+        },
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to run the engine.
+
+    Attributes:
+        name: in tables.
+        options: engine options that differ.
+        speculative: fields of the speculative config that differ; None switches speculation off.
+        lookahead: steps in flight.
+        passes: how often the prompts are run; from the second on they are in the prefix cache.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    speculative: Mapping[str, Any] | None = field(default_factory=dict)
+    lookahead: int = 0
+    passes: int = 1
+
+
+def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 16) -> list[Mode]:
+    """Every mode, sized for these prompts."""
+    longest = max(len(prompt) for prompt in prompts) + max_tokens
+    # The longest sequence and little more fits: with eight running, somebody has to go.
+    scarce = -(-longest // block_size) + 4
+    return [
+        Mode("plain, one at a time", {"max_num_seqs": 1}, speculative=None),
+        Mode("drafts"),
+        Mode("drafts, cached", passes=2),
+        Mode("drafts, one at a time", {"max_num_seqs": 1}),
+        Mode("drafts, chunks of 11 rows", {"max_num_seqs": 8, "max_num_batched_tokens": 11}),
+        Mode("drafts, preempted", {"max_num_seqs": 8, "num_blocks": scarce}),
+        Mode("drafts, lookahead", lookahead=1, passes=2),
+        Mode("drafts, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, lookahead=1),
+        Mode("drafts, 2 per round", speculative={"num_speculative_tokens": 2}),
+        Mode("drafts, window of 24", speculative={"draft_window": 24}, passes=2),
+        Mode("drafts, blocks of 64", {"block_size": 64}),
+        Mode("drafts, captured state", speculative={"draft_state": "capture"}, passes=2),
+        Mode(
+            "drafts, captured, preempted",
+            {"max_num_seqs": 8, "num_blocks": scarce},
+            {"draft_state": "capture"},
+        ),
+    ]
+
+
+@dataclass(slots=True)
+class ModeResult:
+    """One row of the proof.
+
+    Attributes:
+        num_differing: tokens at or after the first difference of their sequence.
+        accept_length: mean tokens per verify step; None when nothing was drafted.
+    """
+
+    mode: str
+    sampling: str
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_differing: int = 0
+    accept_length: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+
+Reference = dict[str, list[list[int]]]
+"""Plain output of every prompt, by sampling."""
+
+
+class LosslessProof:
+    """Plain output of prompts, and what each mode makes of them.
+
+    Args:
+        target: engine options that name the model.
+        drafter: fields of the speculative config that name the drafter.
+        prompts: token ids.
+        max_tokens: tokens to generate for each.
+        samplings: ways to sample.
+        reference: plain output, when it is known from another proof of the same prompts.
+    """
+
+    def __init__(
+        self,
+        target: EngineConfig,
+        drafter: Mapping[str, Any],
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        samplings: Sequence[Sampling] = SAMPLINGS,
+        reference: Reference | None = None,
+    ) -> None:
+        self._target = {name: getattr(target, name) for name in EngineConfig.__struct_fields__}
+        self._drafter = dict(drafter)
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._samplings = samplings
+        self.reference = self._plain() if reference is None else reference
+
+    def core(self, mode: Mode) -> EngineCore:
+        """An engine in a mode."""
+        speculative = {} if mode.speculative is None else {**self._drafter, **mode.speculative}
+        options = {**self._target, **mode.options, "speculative_config": speculative}
+        return make_core(EngineConfig.of(**options), lookahead=mode.lookahead)
+
+    def _plain(self) -> Reference:
+        """What each prompt gives without drafts and cache."""
+        core = self.core(Mode("plain", {"enable_prefix_caching": False}, speculative=None))
+        return {
+            sampling.name: tokens_of(self._complete(core, sampling, None)) for sampling in self._samplings
+        }
+
+    def _complete(
+        self, core: EngineCore, sampling: Sampling, count: int | None
+    ) -> list[list[SequenceOutput]]:
+        prompts = self._prompts[:count]
+        return complete(core, prompts, sampling.params(len(prompts), self._max_tokens))
+
+    def run(
+        self,
+        mode: Mode,
+        count: int | None = None,
+        on_result: Callable[[ModeResult], None] | None = None,
+    ) -> list[ModeResult]:
+        """All samplings in a mode, on one engine whose cache is emptied in between.
+
+        Args:
+            mode: how to run.
+            count: prompts to run, the first ones; None for all.
+            on_result: called with each result.
+        """
+        core = self.core(mode)
+        results = []
+        for sampling in self._samplings:
+            core.reset_prefix_cache()
+            result = ModeResult(mode.name, sampling.name)
+            before = msgspec.structs.replace(core.stats())
+            for number in range(mode.passes):
+                outputs = self._complete(core, sampling, count)
+                result.num_prompts = len(outputs)
+                self._compare(result, tokens_of(outputs), self.reference[sampling.name][:count])
+                result.violations += nothing_held(core)
+                if number:
+                    result.num_cached_tokens += sum(group[0].num_cached_tokens for group in outputs)
+            stats = core.stats()
+            rounds = stats.num_drafts - before.num_drafts
+            accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+            result.accept_length = 1 + accepted / rounds if rounds else None
+            result.num_preemptions = stats.num_preemptions - before.num_preemptions
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
+        return results
+
+    @staticmethod
+    def _compare(result: ModeResult, got: list[list[int]], expected: list[list[int]]) -> None:
+        result.num_tokens += sum(len(tokens) for tokens in expected)
+        result.violations += same_tokens(expected, got)
+        for want, have in zip(expected, got, strict=True):
+            at = first_difference(want, have)
+            result.num_differing += 0 if at is None else max(len(want) - at, 1)

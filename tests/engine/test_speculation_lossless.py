@@ -1,0 +1,68 @@
+"""L1: token for token the same, whatever the mode, for greedy and three seeded samplings.
+
+32 prompts in four samplings and eleven modes, 16 for the other drafters: about 1,900 requests.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.proving.lossless import LosslessProof, Mode, all_modes
+from support.engines import DRAFTERS, GOLDEN, golden_prompts
+
+MAIN = "dspark_tiny_b7"
+MAX_TOKENS = 20
+NUM_PROMPTS = 32
+SLOW_MODES = ("plain, one at a time", "drafts, one at a time", "drafts, chunks of 11 rows")
+"""Many small steps: a quarter of the prompts will do in everyday runs."""
+
+
+@cache
+def proof(drafter: str, count: int, max_tokens: int = MAX_TOKENS) -> LosslessProof:
+    target = EngineConfig(
+        model=str(GOLDEN / "qwen3_tiny"), device="cpu", dtype="float32", num_blocks=512, max_num_seqs=40
+    )
+    known = None if drafter == MAIN else proof(MAIN, count, max_tokens).reference
+    return LosslessProof(
+        target, {"model": str(GOLDEN / drafter)}, golden_prompts(count), max_tokens, reference=known
+    )
+
+
+MODES = {mode.name: mode for mode in all_modes(golden_prompts(NUM_PROMPTS), MAX_TOKENS)}
+
+
+def check(proof: LosslessProof, mode: Mode, count: int | None = None) -> None:
+    for result in proof.run(mode, count):
+        where = f"{result.mode}, {result.sampling}"
+        assert not result.violations, where
+        assert result.num_differing == 0 and result.num_tokens > 0
+        if mode.speculative is not None:
+            assert result.accept_length is not None and result.accept_length > 1.02, where
+        if mode.passes > 1:
+            assert result.num_cached_tokens > 0
+        if "preempted" in mode.name:
+            assert result.num_preemptions > 0, where
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drafter_changes_nothing_in_any_mode(mode: str) -> None:
+    count = NUM_PROMPTS // 4 if mode in SLOW_MODES else None
+    check(proof(MAIN, NUM_PROMPTS), MODES[mode], count)
+
+
+@pytest.mark.parametrize("mode", ["drafts, lookahead, preempted", "drafts, captured state"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != MAIN])
+def test_every_drafter_changes_nothing(drafter: str, mode: str) -> None:
+    check(proof(drafter, NUM_PROMPTS), MODES[mode], NUM_PROMPTS // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_everything(drafter: str, mode: str) -> None:
+    """300 prompts in four samplings, 40 tokens each."""
+    many = all_modes(golden_prompts(300), 40)
+    check(proof(drafter, 300, 40), next(item for item in many if item.name == mode))
