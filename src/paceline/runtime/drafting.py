@@ -1,8 +1,9 @@
 """The draft half of a round: keep what the drafter knows of the past, and propose the next block.
 
-Draft state is *paged*: the drafter's K/V of a token lie in tensors of their own under the block ids of the
-target. They are written right after every target forward for every row, so whatever shares, reuses or frees a
-target block does the same for the draft state, and a prefix hit needs no work.
+The drafter's K/V of a token lie in tensors of their own, and are written after every target forward for every
+row. *Paged* draft state puts them under the block ids of the target: whatever shares, reuses or frees a target
+block does the same for the draft state, and a prefix hit needs no work. *Captured* draft state gives each
+sequence blocks of its own, and keeps the tap rows of full blocks to rebuild them from.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from torch import Tensor
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.ops import RowLayout
-from paceline.runtime.state import SlotState
+from paceline.runtime.captures import CaptureStore
+from paceline.runtime.plan import DraftUpdates
+from paceline.runtime.state import SlotState, cache_slots
 from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
 
 
 class DraftStage:
-    """A drafter with its paged state.
+    """A drafter with its state.
 
     Args:
         drafter: bound to the target.
-        cache: its K/V, addressed by the target's block ids.
+        cache: its K/V, addressed by the target's block ids, or by draft blocks when rows are captured.
         state: the slots.
         num_drafts: drafts per round, at most the drafter's block holds.
         window: the drafter attends to so many last tokens only; None for no limit.
+        captures: the store of tap rows, [capture slots, P, n * d]; None for paged draft state.
     """
 
     def __init__(
@@ -40,12 +44,15 @@ class DraftStage:
         *,
         num_drafts: int,
         window: int | None = None,
+        captures: Tensor | None = None,
     ) -> None:
         self.drafter = drafter
         self.cache = cache
         self.num_drafts = num_drafts
         self._state = state
         self._width = drafter.config.block_size
+        self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
+        self._tables = state.block_tables if self._captures is None else self._captures.draft_tables
         if window is not None:
             for layer in drafter.draft_layers():
                 own = layer.spec.window
@@ -56,8 +63,18 @@ class DraftStage:
         """Target layers whose outputs ``write_context`` needs."""
         return self.drafter.config.tap_layer_ids
 
+    def begin(self, updates: DraftUpdates) -> None:
+        """Before the rows of a step: new tenants of slots, their tables, and the draft K/V of the prefixes
+        they share, rebuilt from captured rows.
+        """
+        if self._captures is None:
+            return
+        self._captures.apply(updates)
+        for taps, positions, kv_slots in self._captures.restored(updates.restores):
+            self._write(taps, positions, kv_slots)
+
     def write_context(self, taps: Tensor, layout: RowLayout) -> None:
-        """Write the draft K/V of the step's rows.
+        """Write the draft K/V of the step's rows, and capture them.
 
         Rows of drafts that do not stand are written too: they are overwritten when their positions are
         forwarded again, exactly like the target's K/V.
@@ -66,9 +83,18 @@ class DraftStage:
             taps: [R, n * d].
             layout: whose rows these are.
         """
-        k, v = self.drafter.context_kv(self.drafter.context_features(taps), layout.positions)
+        captures = self._captures
+        if captures is not None:
+            captures.capture(taps, layout)
+        self._write(
+            taps, layout.positions, layout.kv_slots if captures is None else captures.kv_slots(layout)
+        )
+
+    def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Draft K/V of tap rows [R, n * d] into cache slots [R]."""
+        k, v = self.drafter.context_kv(self.drafter.context_features(taps), positions)
         for cache, rows in ((self.cache.k, k), (self.cache.v, v)):
-            cache.flatten(1, 2).index_copy_(1, layout.kv_slots, rows.to(cache.dtype))
+            cache.flatten(1, 2).index_copy_(1, kv_slots, rows.to(cache.dtype))
 
     def propose(self, slots: Tensor, host_slots: Sequence[int], max_context: int) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
@@ -100,8 +126,8 @@ class DraftStage:
             row_start=step * width,
             row_seq=row_seq,
             positions=positions,
-            kv_slots=state.kv_slots(slots[row_seq], positions),
-            block_tables=state.block_tables,
+            kv_slots=cache_slots(self._tables, state.block_size, slots[row_seq], positions),
+            block_tables=self._tables,
             num_computed=state.num_computed,
             host_rows=(width,) * count,
             host_max_context=max_context + width,

@@ -47,8 +47,9 @@ class Runner:
         eos_token_ids: tokens that end a sequence; not drawn before a request's ``min_tokens``.
         drafter: drafts beside the target; None for none.
         num_drafts: drafts per round.
-        draft_cache: the drafter's K/V under the same block ids.
+        draft_cache: the drafter's K/V, under the same block ids unless there are ``captures``.
         draft_window: last tokens the drafter attends to; None for all.
+        captures: where tap rows are captured, [capture slots, P, n * d]; None for paged draft state.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Runner:
         num_drafts: int = 0,
         draft_cache: KVCache | None = None,
         draft_window: int | None = None,
+        captures: Tensor | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -76,7 +78,12 @@ class Runner:
         self.drafting: DraftStage | None = None
         if drafter is not None and draft_cache is not None:
             self.drafting = DraftStage(
-                drafter, draft_cache, self.state, num_drafts=num_drafts, window=draft_window
+                drafter,
+                draft_cache,
+                self.state,
+                num_drafts=num_drafts,
+                window=draft_window,
+                captures=captures,
             )
         self.device = device
         self._staging = Staging(16384, device)
@@ -93,20 +100,20 @@ class Runner:
         rows = build_rows(plan.spans, state, self._staging, plan.max_context)
         context = PagedContext(self.cache, rows.layout)
         drafting = self.drafting
+        if drafting is not None:
+            drafting.begin(plan.draft)
         taps = () if drafting is None else drafting.taps
         hidden, tapped = self.model(rows.tokens, rows.layout.positions, context, taps)  # [R, d], [R, n * d]
-        if drafting is not None:
-            drafting.write_context(tapped, rows.layout)
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(plan.spans)]
         if not rows.host_sampled:
-            self._advance(rows, None)
+            self._advance(rows, tapped, None)
             return _Pending(plan.spans, [], self._to_host(None, None, prompt))
         logits = self.model.logits(hidden[rows.sample_rows]).float()  # [Q, V]
         slots = [plan.spans[i].slot for i in rows.host_sampled for _ in range(plan.spans[i].drafts + 1)]
         sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, plan.max_context)
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
         drawn = self._accept(rows, output.tokens)
-        self._advance(rows, drawn)
+        self._advance(rows, tapped, drawn)
         if drafting is not None and rows.host_proposing:
             drafting.propose(rows.proposing, rows.host_proposing, plan.max_context)
         return _Pending(plan.spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
@@ -122,9 +129,15 @@ class Runner:
         fed = rows.tokens[rows.sample_rows]  # [Q]: what each sampled row was fed
         return sampled, count_accepted(sampled, fed[index[:, 1:]], rows.num_drafts)
 
-    def _advance(self, rows: StepRows, drawn: tuple[Tensor, Tensor] | None) -> None:
-        """Write the tokens that stand and move every slot's length past the rows that stand."""
+    def _advance(self, rows: StepRows, tapped: Tensor | None, drawn: tuple[Tensor, Tensor] | None) -> None:
+        """Write draft state and the tokens that stand, and move every slot's length past the rows that stand.
+
+        Draft state comes this late because capturing rows is the one thing a failed launch could not redo: a
+        capture slot may be reused by the very step that restores what it held before.
+        """
         state, layout = self.state, rows.layout
+        if self.drafting is not None and tapped is not None:
+            self.drafting.write_context(tapped, layout)
         stands = rows.span_rows
         if drawn is not None:
             sampled, accepted = drawn

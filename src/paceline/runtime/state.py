@@ -50,9 +50,7 @@ class SlotState:
 
     def kv_slots(self, row_slots: Tensor, positions: Tensor) -> Tensor:
         """Cache slot of each row, [R] int64, from its slot and position (int [R])."""
-        row, position = row_slots.long(), positions.long()
-        blocks = self.block_tables.view(-1)[row * self.block_tables.shape[1] + position // self.block_size]
-        return blocks.long() * self.block_size + position % self.block_size
+        return cache_slots(self.block_tables, self.block_size, row_slots, positions)
 
     def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
         """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""
@@ -63,10 +61,12 @@ class SlotState:
             index, value = self._staging.send([slots, computed])
             self.num_computed.index_copy_(0, index.long(), value)
             self.sampling.set_slots([SlotSampling(i.slot, i.params, i.seed, i.prompt_len) for i in inits])
-        if table:
-            self._write_rows(
-                self.block_tables, [(u.slot, u.first, np.asarray(u.ids, dtype=np.int32)) for u in table]
-            )
+        self.write_tables(self.block_tables, table)
+
+    def write_tables(self, tables: Tensor, updates: Sequence[TableUpdate]) -> None:
+        """Write block ids into slot-indexed tables [S, M]."""
+        if updates:
+            self._write_rows(tables, [(u.slot, u.first, np.asarray(u.ids, dtype=np.int32)) for u in updates])
 
     def _write_rows(self, target: Tensor, pieces: list[tuple[int, int, np.ndarray]]) -> None:
         """Write each (row, first column, values) into ``target`` with one upload and one scatter."""
@@ -83,3 +83,12 @@ class SlotState:
                 pieces, self._staging.send([p for _, _, p in pieces]), strict=True
             ):
                 target[row, first : first + piece.size] = part
+
+
+def cache_slots(tables: Tensor, block_size: int, row_slots: Tensor, positions: Tensor) -> Tensor:
+    """Where rows lie in a cache that tables [S, M] address by block: [R] int64, from slot and position (int
+    [R]) of each row.
+    """
+    row, position = row_slots.long(), positions.long()
+    blocks = tables.view(-1)[row * tables.shape[1] + position // block_size]
+    return blocks.long() * block_size + position % block_size

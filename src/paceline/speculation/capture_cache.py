@@ -1,7 +1,7 @@
 """Which slot of the capture store holds the tap rows of which full block. Pure logic.
 
-A *capture* is one block of the target's tap rows, keyed by the block's lineage hash. Its slot goes through two
-states: *open* while a sequence still writes its rows, *published* once all of them stand.
+A *capture* is one block of the target's tap rows, keyed by the block's lineage hash. Its slot goes through
+two states: *open* while a sequence still writes its rows, *published* once all of them stand.
 
 Three facts hold between calls, and `CaptureCache.check` proves them:
 

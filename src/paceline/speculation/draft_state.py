@@ -86,7 +86,7 @@ class DraftState(Protocol):
         """Rows of ``slot`` up to position ``num_rows`` may be written by the step being planned."""
 
     def commit(self, slot: int, computed: int, hashes: Sequence[bytes]) -> None:
-        """``computed`` rows of ``slot`` stand; ``hashes`` covers its full blocks if they are cached at all."""
+        """``computed`` rows of ``slot`` stand; ``hashes`` are those of its full blocks, if they are cached."""
 
     def release(self, slot: int) -> None:
         """The sequence in ``slot`` leaves it: finished, aborted or preempted."""
