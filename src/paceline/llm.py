@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
 from paceline.engine.frontend import Frontend, Prompt, RequestState
-from paceline.engine.messages import EngineStats
+from paceline.engine.messages import EngineInfo, EngineStats
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.errors import PacelineError, RequestError
 from paceline.sampling.params import SamplingParams
@@ -61,6 +61,11 @@ class LLM:
             RequestError: a parameter of the wrong type.
         """
         return self._frontend.default_params(**given)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is served and its limits."""
+        return self._core.info
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,7 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.models.rope import apply_rope
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,21 @@ def decode_once(core: EngineCore, prompts: list[list[int]], output_len: int) -> 
     return seconds, after.num_steps - steps, after.schedule_s - host
 
 
+def parse_batch_sizes(text: str, limit: int) -> list[int]:
+    """Numbers separated by commas, each in 1..limit.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--batch-sizes is {text!r}; give numbers such as 1,2,4.") from error
+    if min(sizes) < 1 or max(sizes) > limit:
+        raise ConfigError(f"--batch-sizes is {text!r}; they must lie in 1..{limit} (max_num_seqs).")
+    return sizes
+
+
 def run_decode_bench(
     engine: EngineConfig,
     batch_sizes: str,
@@ -142,13 +159,8 @@ def run_decode_bench(
     Raises:
         ConfigError: batch sizes that are not numbers or exceed the engine's.
     """
-    try:
-        sizes = [int(size) for size in batch_sizes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--batch-sizes is {batch_sizes!r}; give numbers such as 1,2,4.") from error
-    core = make_core(engine)
-    if not sizes or min(sizes) < 1 or max(sizes) > core.info.max_num_seqs:
-        raise ConfigError(f"--batch-sizes is {batch_sizes!r}; they must lie in 1..{core.info.max_num_seqs}.")
+    core = make_core(msgspec.structs.replace(engine, speculative_config=SpeculativeConfig()))
+    sizes = parse_batch_sizes(batch_sizes, core.info.max_num_seqs)
     runner = core.runner
     assert isinstance(runner, Runner)
     device = runner.device

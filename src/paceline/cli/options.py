@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
@@ -11,6 +12,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 import typer
 
 from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 from paceline.sampling.params import SamplingParams
 
 ENGINE_HELP = {
@@ -32,6 +34,18 @@ ENGINE_HELP = {
     "threads": "CPU threads. Default: torch's choice.",
 }
 """Flags of the engine: fields of ``EngineConfig`` and what each does."""
+
+SPECULATION_HELP: dict[str, tuple[Any, str]] = {
+    "speculative_config": (
+        str,
+        'How to draft, as JSON: {"model": ..., "num_speculative_tokens": ...}; {} switches it off. '
+        "Default: the bundled drafter for the bundled model.",
+    ),
+    "draft_state": (Literal["paged", "capture"], 'Same as "draft_state" in --speculative-config.'),
+    "draft_window": (int, 'Same as "draft_window" in --speculative-config.'),
+    "draft_capture_mb": (int, 'Same as "draft_capture_mb" in --speculative-config.'),
+}
+"""Flags of speculation: the whole config, and short forms of some of its fields."""
 
 SAMPLING_HELP = {
     "max_tokens": "Tokens to generate at most.",
@@ -57,7 +71,7 @@ def _flag(name: str, hint: Any, default: Any, help_text: str, prefix: str = "") 
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(
-            str(default) if get_origin(kind) is Literal else default,
+            str(default) if get_origin(kind) is Literal and default is not None else default,
             flag,
             show_default=default is not None,
             help=help_text,
@@ -96,13 +110,34 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         annotation=str | None,
     )
 
+    speculation = [_flag(name, hint, None, text) for name, (hint, text) in SPECULATION_HELP.items()]
+
     def make(values: dict[str, Any]) -> dict[str, Any]:
         fields = {name: values.pop(name) for name in ENGINE_HELP}
         fields["block_size"] = int(fields["block_size"])
         fields["model"] = values.pop("model_name")
+        fields["speculative_config"] = _speculation({name: values.pop(name) for name in SPECULATION_HELP})
         return {"engine": EngineConfig.of(show_progress=True, **fields)}
 
-    return _extended(command, [model, *flags], make, "engine")
+    return _extended(command, [model, *flags, *speculation], make, "engine")
+
+
+def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
+    """The speculative config of a command line: its JSON with the short forms filled in."""
+    text: str | None = given.pop("speculative_config")
+    short = {name: value for name, value in given.items() if value is not None}
+    if not short:
+        return text
+    config: Any = {"method": "dspark"}
+    if text is not None:
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError:
+            return text  # refused, with what is wrong, where every config is read
+    both = sorted(set(short) & set(config))
+    if both:
+        raise ConfigError(f"{both[0]} is given both as a flag and in --speculative-config. Give it once.")
+    return {**config, **short}
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:

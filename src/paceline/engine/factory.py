@@ -5,8 +5,6 @@ torch.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 
 from paceline.cache import BlockPool
@@ -14,11 +12,9 @@ from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
 from paceline.engine.scheduler import DraftLimits
+from paceline.threads import sleep_at_barriers
 
 logger = logging.getLogger(__name__)
-
-GOMP_SPINCOUNT = "1000"
-"""Turns a CPU thread spins at a barrier before it sleeps: about a microsecond."""
 
 
 def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCore:
@@ -32,10 +28,7 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
     Raises:
         ConfigError, CheckpointError: with what was given and what would work.
     """
-    if "torch" not in sys.modules:
-        # libgomp reads this once, when torch loads it. By default its threads spin at every barrier for
-        # milliseconds, which beside any other busy process costs 30 times (docs/log.md, 2026-11-29).
-        os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
+    sleep_at_barriers()
     from paceline.runtime.build import build  # torch takes seconds to import: only where it is needed
 
     started = time.perf_counter()

@@ -1,0 +1,156 @@
+"""What a drafter is worth on real text: the same prompts with and without it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.bench.decode import parse_batch_sizes
+from paceline.bench.machine import describe_machine
+from paceline.bench.prompts import PROMPTS
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.llm import LLM
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.config import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class SpeculationResult:
+    """Medians over the repeats of one batch size; both modes run in turn, so that both see the same machine.
+
+    Attributes:
+        plain_tokens_per_s, drafted_tokens_per_s: generated tokens over wall time, prefill of short prompts
+            included.
+        speedup: median of the ratios of paired runs.
+        accept_length: committed tokens per verify span, the bonus included.
+        equal: whether every token was the same in both modes.
+    """
+
+    batch_size: int
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+    speedup: float
+    accept_length: float
+    equal: bool
+
+
+def run_speculation_bench(
+    engine: EngineConfig,
+    prompts_path: str | None,
+    output_len: int,
+    temperature: float,
+    batch_sizes: str,
+    repeats: int,
+    json_path: str | None,
+) -> None:
+    """Measure, print a table, and write JSON when asked.
+
+    Raises:
+        ConfigError: no drafter, or prompts that cannot be read.
+    """
+    if engine.speculation is None:
+        raise ConfigError("There is no drafter to measure. Name one with --speculative-config.")
+    fields = {name: getattr(engine, name) for name in EngineConfig.__struct_fields__}
+    drafted = LLM(**fields)
+    plain = LLM(**{**fields, "speculative_config": SpeculativeConfig()})
+    sizes = parse_batch_sizes(batch_sizes, drafted.info.max_num_seqs)
+    prompts = _read_prompts(prompts_path)
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=output_len, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    results = [_compare(plain, drafted, prompts, params, size, repeats) for size in sizes]
+    report: dict[str, Any] = {
+        "machine": describe_machine(torch.device(drafted.info.device)),
+        "model": drafted.info.model,
+        "speculation": msgspec.to_builtins(engine.speculation),
+        "dtype": drafted.info.dtype,
+        "prompts": len(prompts),
+        "output_len": output_len,
+        "temperature": temperature,
+        "repeats": repeats,
+        "results": [asdict(result) for result in results],
+    }
+    _print(report, results)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _read_prompts(path: str | None) -> list[str]:
+    if path is None:
+        return list(PROMPTS)
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts: {path} cannot be read ({error.strerror}).") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts: {path} has no prompts; put one on each line.")
+    return prompts
+
+
+def _run(
+    llm: LLM, prompts: list[str], params: list[SamplingParams], size: int
+) -> tuple[float, list[list[int]]]:
+    """Seconds and tokens of all prompts, ``size`` at a time."""
+    llm.reset_prefix_cache()
+    tokens: list[list[int]] = []
+    start = time.perf_counter()
+    for i in range(0, len(prompts), size):
+        outputs = llm.generate(prompts[i : i + size], params[i : i + size], use_tqdm=False)
+        tokens += [output.outputs[0].token_ids for output in outputs]
+    return time.perf_counter() - start, tokens
+
+
+def _compare(
+    plain: LLM, drafted: LLM, prompts: list[str], params: list[SamplingParams], size: int, repeats: int
+) -> SpeculationResult:
+    before = drafted.stats()
+    spans, accepted = before.num_drafts, before.num_accepted_tokens
+    pairs, equal = [], True
+    for _ in range(repeats):
+        plain_s, want = _run(plain, prompts, params, size)
+        drafted_s, got = _run(drafted, prompts, params, size)
+        pairs.append((plain_s, drafted_s))
+        equal &= want == got
+    total = sum(len(tokens) for tokens in want)
+    after = drafted.stats()
+    rounds = after.num_drafts - spans
+    return SpeculationResult(
+        batch_size=size,
+        plain_tokens_per_s=total / statistics.median(plain_s for plain_s, _ in pairs),
+        drafted_tokens_per_s=total / statistics.median(drafted_s for _, drafted_s in pairs),
+        speedup=statistics.median(plain_s / drafted_s for plain_s, drafted_s in pairs),
+        accept_length=1 + (after.num_accepted_tokens - accepted) / max(rounds, 1),
+        equal=equal,
+    )
+
+
+def _print(report: dict[str, Any], results: list[SpeculationResult]) -> None:
+    machine = report["machine"]
+    table = Table(
+        title=f"{report['model']} with {Path(report['speculation']['model']).name} on "
+        f"{machine.get('gpu', machine['cpu'])}, temperature {report['temperature']:g}"
+    )
+    for name in ("batch", "plain tok/s", "drafted tok/s", "speedup", "accept length", "same tokens"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            str(result.batch_size),
+            f"{result.plain_tokens_per_s:,.0f}",
+            f"{result.drafted_tokens_per_s:,.0f}",
+            f"{result.speedup:.2f}x",
+            f"{result.accept_length:.2f}",
+            "yes" if result.equal else "NO",
+        )
+    Console().print(table)
