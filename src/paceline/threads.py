@@ -10,10 +10,12 @@ SPIN_COUNT = "1000"
 
 
 def sleep_at_barriers() -> None:
-    """Have OpenMP threads sleep soon when they wait. Does nothing once torch is loaded, or when the user chose.
+    """Have OpenMP threads sleep soon when they wait. Does nothing once torch is loaded, or when the user
+    chose.
 
-    libgomp reads ``GOMP_SPINCOUNT`` once, when torch loads it. By default its threads spin for milliseconds at each
-    of a step's forty barriers, which beside any other busy process made decoding thirty times slower (docs/log.md).
+    libgomp reads ``GOMP_SPINCOUNT`` once, when torch loads it. By default its threads spin for milliseconds
+    at each of a step's forty barriers, which beside any other busy process made decoding thirty times slower
+    (docs/log.md).
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
