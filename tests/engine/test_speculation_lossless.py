@@ -1,6 +1,6 @@
 """L1: token for token the same, whatever the mode, for greedy and three seeded samplings.
 
-32 prompts in four samplings and eleven modes, 16 for the other drafters: about 1,900 requests.
+24 prompts in four samplings and thirteen modes, twelve for the other drafters: about 1,700 requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.engines import DRAFTERS, GOLDEN, golden_prompts
 
 MAIN = "dspark_tiny_b7"
 MAX_TOKENS = 20
-NUM_PROMPTS = 32
+NUM_PROMPTS = 24
 SLOW_MODES = ("plain, one at a time", "drafts, one at a time", "drafts, chunks of 11 rows")
 """Many small steps: a quarter of the prompts will do in everyday runs."""
 
@@ -35,7 +35,9 @@ MODES = {mode.name: mode for mode in all_modes(golden_prompts(NUM_PROMPTS), MAX_
 
 
 def check(proof: LosslessProof, mode: Mode, count: int | None = None) -> None:
-    for result in proof.run(mode, count):
+    results = proof.run(mode, count)
+    assert "preempted" not in mode.name or any(result.num_preemptions for result in results)
+    for result in results:
         where = f"{result.mode}, {result.sampling}"
         assert not result.violations, where
         assert result.num_differing == 0 and result.num_tokens > 0
@@ -43,8 +45,6 @@ def check(proof: LosslessProof, mode: Mode, count: int | None = None) -> None:
             assert result.accept_length is not None and result.accept_length > 1.02, where
         if mode.passes > 1:
             assert result.num_cached_tokens > 0
-        if "preempted" in mode.name:
-            assert result.num_preemptions > 0, where
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,6 +15,7 @@ from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.engine.messages import SequenceOutput
+from paceline.models.drafter import Drafter
 from paceline.proving import drive
 from paceline.proving.drive import tokens_of
 from paceline.sampling.params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = [
     "DRAFTERS",
     "GOLDEN",
     "complete",
+    "drafter_of",
     "golden_cases",
     "golden_core",
     "golden_meta",
@@ -88,6 +90,13 @@ def complete(
 ) -> list[list[SequenceOutput]]:
     """Run prompts to their end together, with the engine's own checks after every step."""
     return drive.complete(core, prompts, params, after_step=core.check if check else None)
+
+
+def drafter_of(core: EngineCore) -> Drafter:
+    """The drafter of an engine that has one."""
+    stage = drive.runner_of(core).drafting
+    assert stage is not None
+    return stage.drafter
 
 
 def golden_prompts(count: int, seed: int = 0) -> list[list[int]]:
