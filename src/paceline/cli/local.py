@@ -102,7 +102,7 @@ def demo(engine: EngineConfig) -> None:
         "  .venv/bin/paceline chat                        talk to it\n"
         "  .venv/bin/paceline serve                       OpenAI API on http://127.0.0.1:8000\n"
         "  .venv/bin/paceline serve Qwen/Qwen3-4B         another model, from a folder or the hub\n"
-        "  .venv/bin/paceline bench                       measure this machine\n"
+        "  .venv/bin/paceline bench decode                measure this machine\n"
         "  make test                                      all checks",
         soft_wrap=True,
     )

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import engine_options, sampling_options
+from paceline.cli.train import train_drafter
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
 from paceline.threads import sleep_at_barriers
@@ -186,6 +187,9 @@ def bench_speculation(
     from paceline.bench.speculation import run_speculation_bench
 
     run_speculation_bench(engine, prompts, output_len, temperature, batch_sizes, repeats, json_path)
+
+
+app.command()(train_drafter)
 
 
 def main() -> None:

@@ -134,6 +134,8 @@ def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
             config = json.loads(text)
         except json.JSONDecodeError:
             return text  # refused, with what is wrong, where every config is read
+        if not isinstance(config, dict):
+            return text
     both = sorted(set(short) & set(config))
     if both:
         raise ConfigError(f"{both[0]} is given both as a flag and in --speculative-config. Give it once.")
