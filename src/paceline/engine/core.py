@@ -18,6 +18,7 @@ from paceline.errors import ContextLengthError, RequestError
 from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
 from paceline.sampling.params import validate
 from paceline.sampling.seeds import mix64, sequence_seed
+from paceline.speculation.draft_state import DraftState
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class EngineCore:
         lookahead: steps that may be in flight while the host goes on; 0 or 1.
         seed: seed of requests that name none.
         drafting: the drafter's limits; None drafts nothing.
+        draft_state: how the drafter's knowledge of the past is kept; None for paged.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class EngineCore:
         lookahead: int,
         seed: int = 0,
         drafting: DraftLimits | None = None,
+        draft_state: DraftState | None = None,
     ) -> None:
         self.info = info
         self.pool = pool
@@ -64,6 +67,7 @@ class EngineCore:
             max_num_batched_tokens=max_num_batched_tokens,
             vocab_size=info.vocab_size,
             drafting=drafting,
+            draft_state=draft_state,
         )
         self.runner = runner
         self._lookahead = lookahead
@@ -261,11 +265,15 @@ class EngineCore:
         stats.accepted_per_position = list(speculation.accepted_per_position)
         stats.accept_lengths = list(speculation.accept_lengths)
         stats.draft_refusals = dict(speculation.refused)
+        stats.draft_state = dict(speculation.draft_state)
         return stats
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while blocks are in use."""
-        return self.pool.reset()
+        if not self.pool.reset():
+            return False
+        self.scheduler.draft_state.reset()
+        return True
 
     def check(self) -> None:
         """Raise InvariantError unless queues, slots and blocks agree."""

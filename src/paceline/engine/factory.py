@@ -6,13 +6,22 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
 from paceline.engine.scheduler import DraftLimits
+from paceline.speculation.capture_cache import CaptureCache
+from paceline.speculation.counters import SpeculationCounters
+from paceline.speculation.draft_reserve import DraftReserve
+from paceline.speculation.draft_state import CaptureDraftState
 from paceline.threads import sleep_at_barriers
+
+if TYPE_CHECKING:
+    from paceline.runtime.build import Built
+    from paceline.runtime.memory import CaptureMemory
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +58,12 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         ready_s=time.perf_counter() - started,
     )
     logger.info("Engine ready in %.2f s", info.ready_s)
+    captures = built.captures
     pool = BlockPool(
         built.num_blocks,
         config.block_size,
-        enable_caching=config.enable_prefix_caching,
+        # A prefix hit whose draft state cannot be restored is worth less than the drafter.
+        enable_caching=config.enable_prefix_caching and (captures is None or captures.num_slots > 0),
         hash_key=config.prefix_hash_key.encode() if config.prefix_hash_key is not None else None,
     )
     return EngineCore(
@@ -62,5 +73,30 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         max_num_batched_tokens=built.max_num_batched_tokens,
         lookahead=int(built.device.type == "cuda") if lookahead is None else lookahead,
         seed=config.seed,
-        drafting=DraftLimits(built.num_drafts, built.draft_block_rows),
+        drafting=DraftLimits(built.num_drafts, 0 if captures else built.draft_block_rows),
+        draft_state=None if captures is None else _captured(config, built, captures),
+    )
+
+
+def _captured(config: EngineConfig, built: Built, captures: CaptureMemory) -> CaptureDraftState:
+    """Captured draft state; logs what it can hold."""
+    reserve = DraftReserve(built.num_blocks, config.block_size)
+    longest = built.max_model_len + built.draft_block_rows
+    logger.info(
+        "Draft state: capture, %d blocks of tap rows (%.1f MiB, the longest prefix that can be restored is "
+        "%d tokens) and %d being filled; draft K/V for %d tokens: %d requests of %d tokens can draft at once",
+        captures.num_slots,
+        captures.num_slots * captures.slot_bytes / 2**20,
+        captures.num_slots * config.block_size,
+        captures.num_open,
+        reserve.num_blocks * config.block_size,
+        reserve.ceiling(longest),
+        built.max_model_len,
+    )
+    return CaptureDraftState(
+        reserve,
+        CaptureCache(captures.num_slots, captures.num_open),
+        draft_block=built.draft_block_rows,
+        max_positions=longest,
+        counters=SpeculationCounters(built.num_drafts),
     )

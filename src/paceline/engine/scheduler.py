@@ -99,8 +99,7 @@ class Scheduler:
         max_num_batched_tokens: rows per step.
         vocab_size: what a request for all logprobs means.
         drafting: the drafter's limits; None drafts nothing.
-        draft_state: how the drafter's knowledge of the past is kept.
-        speculation: counters to count in, those of ``draft_state``; None for new ones.
+        draft_state: how the drafter's knowledge of the past is kept; None for paged.
     """
 
     def __init__(
@@ -112,11 +111,10 @@ class Scheduler:
         vocab_size: int,
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
-        speculation: SpeculationCounters | None = None,
     ) -> None:
         self.drafting = drafting or DraftLimits()
-        self.draft_state = draft_state or PagedDraftState()
-        self.speculation = speculation or SpeculationCounters(self.drafting.num_drafts)
+        self.draft_state = draft_state or PagedDraftState(SpeculationCounters(self.drafting.num_drafts))
+        self.speculation = self.draft_state.counters
         self.pool = pool
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs

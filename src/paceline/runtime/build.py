@@ -18,7 +18,14 @@ from paceline.models.drafter import Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.runtime.memory import StepLimits, kv_bytes, num_blocks
+from paceline.runtime.memory import (
+    CaptureMemory,
+    StepLimits,
+    capture_memory,
+    draft_scratch_bytes,
+    kv_bytes,
+    num_blocks,
+)
 from paceline.runtime.runner import Runner
 from paceline.speculation.config import SpeculativeConfig
 from paceline.text.generation_config import load_generation_defaults
@@ -43,6 +50,8 @@ class Built:
     weights_bytes: int
     num_drafts: int
     draft_block_rows: int
+    captures: CaptureMemory | None
+    """Set when draft state is captured; the draft K/V then has ``num_blocks`` blocks of its own."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -96,16 +105,32 @@ def build(engine: EngineConfig) -> Built:
         show_progress=engine.show_progress,
     )
     dtype = model.embed_tokens.weight.dtype
-    drafter = num_drafts = window = None
-    token_bytes = kv_bytes(config, dtype)
+    drafter = num_drafts = window = captures = None
+    token_bytes, fixed_bytes, scratch_bytes = kv_bytes(config, dtype), 0, 0
     speculation = engine.speculation
+    limits = StepLimits(max_num_seqs, max_rows)
     if speculation is not None:
         drafter = _load_drafter(engine, speculation, model)
         num_drafts = drafter.config.num_drafts(speculation.num_speculative_tokens)
         window = speculation.draft_window
-        token_bytes += kv_bytes(drafter.config.layers, dtype)
-    limits = StepLimits(max_num_seqs, max_rows)
-    blocks = num_blocks(engine, config, limits, token_bytes, dtype, device)
+        draft_bytes = kv_bytes(drafter.config.layers, dtype)
+        token_bytes += draft_bytes
+        limits = StepLimits(max_num_seqs, max_rows, num_drafts)
+        scratch_bytes = draft_scratch_bytes(drafter.config, limits, dtype)
+        if speculation.draft_state == "capture":
+            captures = capture_memory(engine, speculation, drafter.config, limits, dtype)
+            # Block 0 of the draft K/V takes the rows of sequences that do not draft.
+            fixed_bytes = captures.num_bytes + engine.block_size * draft_bytes
+    blocks = num_blocks(
+        engine,
+        config,
+        limits,
+        token_bytes,
+        dtype,
+        device,
+        fixed_bytes=fixed_bytes,
+        scratch_bytes=scratch_bytes,
+    )
     tokens = blocks * engine.block_size
     logger.info(
         "K/V cache: %d tokens in %d blocks (%.2f GiB%s); %.1f sequences of %d tokens at once",
@@ -130,8 +155,19 @@ def build(engine: EngineConfig) -> Built:
         num_drafts=num_drafts or 0,
         draft_cache=None
         if drafter is None
-        else _allocate(drafter.config.layers, blocks, engine.block_size, dtype, device),
+        else _allocate(
+            drafter.config.layers, blocks + (captures is not None), engine.block_size, dtype, device
+        ),
         draft_window=window,
+        captures=None
+        if captures is None or drafter is None
+        else torch.zeros(
+            captures.num_physical,
+            engine.block_size,
+            len(drafter.config.tap_layer_ids) * config.hidden_size,
+            dtype=dtype,
+            device=device,
+        ),
     )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
@@ -148,6 +184,7 @@ def build(engine: EngineConfig) -> Built:
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         num_drafts=num_drafts or 0,
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
+        captures=captures,
     )
 
 

@@ -1,9 +1,9 @@
 """The draft half of a round: keep what the drafter knows of the past, and propose the next block.
 
-The drafter's K/V of a token lie in tensors of their own, and are written after every target forward for every
-row. *Paged* draft state puts them under the block ids of the target: whatever shares, reuses or frees a target
-block does the same for the draft state, and a prefix hit needs no work. *Captured* draft state gives each
-sequence blocks of its own, and keeps the tap rows of full blocks to rebuild them from.
+The drafter's K/V of a token lie in tensors of their own, and are written after every target forward for
+every row. *Paged* draft state puts them under the block ids of the target: whatever shares, reuses or frees a
+target block does the same for the draft state, and a prefix hit needs no work. *Captured* draft state gives
+each sequence blocks of its own, and keeps the tap rows of full blocks to rebuild them from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How large the block pool may be."""
+"""Who gets how much memory: scratch, captured draft state, and the block pool with what is left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.config import Qwen3Config
+from paceline.models.drafter_config import DrafterConfig
+from paceline.runtime.captures import RESTORE_ROWS
+from paceline.speculation.config import SpeculativeConfig
+from paceline.speculation.draft_reserve import capture_slot_bytes, capture_slots, open_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ class StepLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_drafts: int = 0
+    """Drafts a sequence may have verified in a step."""
 
 
 def step_scratch_bytes(config: Qwen3Config, limits: StepLimits, dtype: torch.dtype) -> int:
@@ -36,9 +42,91 @@ def step_scratch_bytes(config: Qwen3Config, limits: StepLimits, dtype: torch.dty
     Per row: the widest moment of a layer (residual, normed input, gate_up and its product, qkv and attention
     output). Per sampled row: logits in the model's dtype and a few fp32 copies while they are processed.
     """
+    sampled = min(limits.max_num_seqs * (1 + limits.num_drafts), limits.max_num_batched_tokens)
     per_row = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * config.q_size + 2 * config.kv_size
     logits = config.vocab_size * (dtype.itemsize + 5 * 4)
-    return limits.max_num_batched_tokens * per_row * dtype.itemsize + limits.max_num_seqs * logits
+    return limits.max_num_batched_tokens * per_row * dtype.itemsize + sampled * logits
+
+
+def draft_scratch_bytes(config: DrafterConfig, limits: StepLimits, dtype: torch.dtype) -> int:
+    """Upper bound of what drafting adds to the largest step, in bytes.
+
+    Per row: the taps one by one and side by side, the features, and K and V of all layers before and after
+    norm and rotation, which is fp32. Per sequence: the block's activations, and the logits of its drafts as
+    they come, corrected, and with noise.
+    """
+    layers = config.layers
+    kv = layers.num_hidden_layers * 2 * layers.kv_size
+    per_row = dtype.itemsize * (2 * len(config.tap_layer_ids) * layers.hidden_size + 2 * layers.hidden_size)
+    per_row += kv * (2 * dtype.itemsize + 2 * 4)
+    block_row = 4 * layers.hidden_size + 3 * layers.intermediate_size + 2 * layers.q_size + 2 * layers.kv_size
+    logits = limits.num_drafts * config.draft_vocab_size * (dtype.itemsize + 2 * 4)
+    noise = config.draft_vocab_size * 4 * 4  # of one position at a time
+    per_sequence = config.block_size * block_row * dtype.itemsize + logits + noise
+    rows = max(limits.max_num_batched_tokens, RESTORE_ROWS)
+    return rows * per_row + limits.max_num_seqs * per_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureMemory:
+    """What captured draft state takes beside the pool, and how large the pool makes it.
+
+    Attributes:
+        num_slots: captures that can be published.
+        num_open: slots beside them for blocks that sequences are filling.
+        slot_bytes: bytes of one.
+    """
+
+    num_slots: int
+    num_open: int
+    slot_bytes: int
+
+    @property
+    def num_physical(self) -> int:
+        """Slots to allocate; one more than those in use takes the rows that nobody keeps."""
+        return self.num_slots + self.num_open + 1 if self.num_slots else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.num_physical * self.slot_bytes
+
+
+def capture_memory(
+    engine: EngineConfig,
+    speculation: SpeculativeConfig,
+    config: DrafterConfig,
+    limits: StepLimits,
+    dtype: torch.dtype,
+) -> CaptureMemory:
+    """Slots for captured rows: those the budget holds, and those that sequences fill.
+
+    A budget of 0 captures nothing, and neither does an engine without a prefix cache: there is nobody to
+    restore for.
+
+    Raises:
+        ConfigError: a budget smaller than one slot.
+    """
+    taps, hidden = len(config.tap_layer_ids), config.layers.hidden_size
+    slot_bytes = capture_slot_bytes(engine.block_size, taps, hidden, dtype.itemsize)
+    budget_mb = speculation.capture_mb
+    slots = capture_slots(int(budget_mb * 2**20), slot_bytes)
+    if budget_mb and not slots:
+        smallest = slot_bytes / 2**20
+        raise ConfigError(
+            f"draft_capture_mb is {budget_mb}, but one block of {engine.block_size} tokens takes "
+            f"{smallest:.4g} MiB ({taps} taps of {hidden} values). Give at least that, or 0 to serve without "
+            "prefix caching."
+        )
+    if not slots or not engine.enable_prefix_caching:
+        logger.warning(
+            "Draft state: capture without a cache (%s): prefix caching is off, no rows are captured.",
+            "draft_capture_mb is 0" if not slots else "enable_prefix_caching is off",
+        )
+        return CaptureMemory(0, 0, slot_bytes)
+    # One step may be in flight while the host plans the next.
+    filling = limits.max_num_seqs * open_blocks(engine.block_size, limits.num_drafts, lookahead=1)
+    return CaptureMemory(slots, filling, slot_bytes)
 
 
 def num_blocks(
@@ -48,11 +136,16 @@ def num_blocks(
     token_bytes: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    fixed_bytes: int = 0,
+    scratch_bytes: int = 0,
 ) -> int:
     """Blocks in the pool: as asked for, or what the memory budget holds.
 
     Args:
         token_bytes: bytes a token takes in the pool: the target's K/V and what the drafter keeps beside it.
+        fixed_bytes: what of the budget goes to draft state whatever the size of the pool.
+        scratch_bytes: what a step needs beside the target's activations.
 
     Raises:
         ConfigError: not even one block fits.
@@ -65,7 +158,7 @@ def num_blocks(
         source = f"kv_cache_memory_bytes={budget}"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        scratch = step_scratch_bytes(config, limits, dtype)
+        scratch = step_scratch_bytes(config, limits, dtype) + scratch_bytes
         used = total - free
         budget = int(total * engine.gpu_memory_utilization) - used - scratch
         source = (
@@ -76,11 +169,12 @@ def num_blocks(
     else:
         budget = CPU_KV_BYTES
         source = f"the CPU default of {CPU_KV_BYTES // 2**20} MiB"
-    count = budget // size
+    count = (budget - fixed_bytes) // size
     if count < 1:
+        captures = f", {fixed_bytes} of them for captured draft state" if fixed_bytes else ""
         raise ConfigError(
-            f"No K/V block fits: {source} leaves {budget} bytes, one block of {engine.block_size} tokens "
-            f"takes {size}. "
+            f"No K/V block fits: {source} leaves {budget} bytes{captures}, one block of {engine.block_size} "
+            f"tokens takes {size}. "
             "Give more memory or lower max_num_batched_tokens or max_num_seqs."
         )
     logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)

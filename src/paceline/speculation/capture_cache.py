@@ -42,12 +42,14 @@ class CaptureCache:
         num_open: slots beside them, so that sequences which fill a block need not evict a capture first.
 
     Attributes:
+        num_publishes: captures published since the start.
         num_evictions: captures evicted since the start.
     """
 
     def __init__(self, num_slots: int, num_open: int) -> None:
         self.num_slots = num_slots
         self.num_open = num_open if num_slots else 0
+        self.num_publishes = 0
         self.num_evictions = 0
         self._free = list(range(1, self.num_physical))[::-1]
         self._open: set[int] = set()
@@ -132,6 +134,7 @@ class CaptureCache:
             self.give_back((slot,))
             return False
         self._open.remove(slot)
+        self.num_publishes += 1
         self._tick += 1
         entry = self._entries[hash_] = _Entry(slot, parent, self._tick)
         self._push_leaf(hash_, entry)

@@ -8,6 +8,8 @@ import msgspec
 
 from paceline.errors import ConfigError
 
+DEFAULT_CAPTURE_MB = 128
+
 
 class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How drafts are made.
@@ -30,7 +32,7 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     """
     draft_window: int | None = None
     """The drafter attends to this many last tokens only; None is no limit."""
-    draft_capture_mb: int | None = None
+    draft_capture_mb: float | None = None
     """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
 
     def __post_init__(self) -> None:
@@ -66,6 +68,11 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
                 raise error.__cause__ from None
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(f"speculative_config: {error}. Its keys are {known}.") from error
+
+    @property
+    def capture_mb(self) -> float:
+        """MiB for captured rows when ``draft_state`` is capture."""
+        return DEFAULT_CAPTURE_MB if self.draft_capture_mb is None else self.draft_capture_mb
 
     @property
     def enabled(self) -> bool:

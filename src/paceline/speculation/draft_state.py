@@ -74,7 +74,13 @@ class Offer:
 
 
 class DraftState(Protocol):
-    """Keeps what the drafter needs of the past."""
+    """Keeps what the drafter needs of the past.
+
+    Attributes:
+        counters: what speculation did; the scheduler counts in them too.
+    """
+
+    counters: SpeculationCounters
 
     def offer(self, candidate: Candidate) -> Offer:
         """Decide about an admission. Changes nothing and counts nothing."""
@@ -86,7 +92,7 @@ class DraftState(Protocol):
         """Rows of ``slot`` up to position ``num_rows`` may be written by the step being planned."""
 
     def commit(self, slot: int, computed: int, hashes: Sequence[bytes]) -> None:
-        """``computed`` rows of ``slot`` stand; ``hashes`` are those of its full blocks, if they are cached."""
+        """``computed`` rows of ``slot`` stand; ``hashes`` are its full blocks', if they are cached at all."""
 
     def release(self, slot: int) -> None:
         """The sequence in ``slot`` leaves it: finished, aborted or preempted."""
@@ -99,7 +105,14 @@ class DraftState(Protocol):
 
 
 class PagedDraftState:
-    """The target's blocks carry the draft state: every admission can draft, and there is nothing to keep."""
+    """The target's blocks carry the draft state: every admission can draft, and there is nothing to keep.
+
+    Args:
+        counters: see :class:`DraftState`.
+    """
+
+    def __init__(self, counters: SpeculationCounters) -> None:
+        self.counters = counters
 
     def offer(self, candidate: Candidate) -> Offer:
         """See :class:`DraftState`."""
@@ -189,7 +202,7 @@ class CaptureDraftState:
         self.captures = captures
         self._draft_block = draft_block
         self._max_positions = max_positions
-        self._counters = counters
+        self.counters = counters
         self._seats: dict[int, _Seat] = {}
 
     def offer(self, candidate: Candidate) -> Offer:
@@ -224,23 +237,24 @@ class CaptureDraftState:
         if last is not None:
             self.captures.touch(last)
         if offer.refusal is not None:
-            self._counters.refused[offer.refusal] += 1
+            self.counters.refused[offer.refusal] += 1
         if offer.refusal == "capture_miss":
-            self._counters.draft_state["misses"] += 1
+            self.counters.draft_state["misses"] += 1
         if offer.drafts:
             seat.draft_blocks = self.reserve.charge(self._positions(candidate))
             updates.draft_tables.append(TableUpdate(slot, 0, seat.draft_blocks))
             self._restore(slot, offer, seat, updates)
 
     def _restore(self, slot: int, offer: Offer, seat: _Seat, updates: DraftUpdates) -> None:
-        counters, matched = self._counters.draft_state, offer.candidate.num_matched
+        counters, matched = self.counters.draft_state, offer.candidate.num_matched
         if len(offer.restorable) != offer.num_blocks:
             raise InvariantError(
                 f"{offer.num_blocks} blocks are shared, {len(offer.restorable)} of them can be restored"
             )
-        if matched:
-            counters["hits" if offer.num_blocks == matched else "misses"] += 1
+        if not matched:
+            return
         block_size = self.reserve.block_size
+        counters["hits" if offer.num_blocks == matched else "misses"] += 1
         counters["restored_tokens"] += offer.num_blocks * block_size
         counters["reforwarded_tokens"] += (matched - offer.num_blocks) * block_size
         if offer.num_blocks:
@@ -293,8 +307,8 @@ class CaptureDraftState:
         seat.end = 0
 
     def _note_publish(self, slot: int, computed: int, seat: _Seat, before: int) -> None:
-        counters = self._counters.draft_state
-        counters["publishes"] += seat.num_kept - before
+        counters = self.counters.draft_state
+        counters["publishes"] = self.captures.num_publishes
         counters["evictions"] = self.captures.num_evictions
         logger.debug(
             "Captured slot %d: blocks %d..%d of %d full, %d open; %d of %d slots published, %d evictions",
