@@ -316,3 +316,13 @@ def test_version_and_health(api: Api, scripted: ScriptedEngine) -> None:
     assert api.get("/health").status_code == 200
     scripted.dead = True
     assert api.get("/health").status_code == 503
+
+
+def test_an_engine_without_a_limit_on_logprobs_serves_chat(api: Api, scripted: ScriptedEngine) -> None:
+    scripted.frontend.info.max_logprobs = -1
+    api.chat()
+    entry = api.chat(logprobs=True, top_logprobs=30, max_tokens=1)["choices"][0]["logprobs"]["content"][0]
+    assert len(entry["top_logprobs"]) == 30
+    assert (
+        api.refused(CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 513})["param"] == "top_logprobs"
+    )

@@ -43,9 +43,10 @@ async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> Request
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: set logprobs to true.", param="top_logprobs")
     top = body.top_logprobs or 0
-    if not 0 <= top <= frontend.info.max_logprobs:
+    most = frontend.info.vocab_size if frontend.info.max_logprobs == -1 else frontend.info.max_logprobs
+    if not 0 <= top <= most:
         raise RequestError(
-            f"top_logprobs must be from 0 to {frontend.info.max_logprobs}, got {top}: ask for fewer.",
+            f"top_logprobs must be from 0 to {most}, got {top}: ask for fewer.",
             param="top_logprobs",
         )
     ids = await render_chat(frontend, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
