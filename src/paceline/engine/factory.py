@@ -58,6 +58,23 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         ready_s=time.perf_counter() - started,
     )
     logger.info("Engine ready in %.2f s", info.ready_s)
+    if built.num_drafts and config.load_format != "dummy":
+        _check_drafter(config, built, info)
+    return _assemble(config, built, info, lookahead)
+
+
+def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None:
+    """Draft on a fixed prompt with an engine of its own, so that nothing of it stays."""
+    from paceline.engine.self_check import check_prompt, self_check
+
+    prompt = check_prompt(built.folder)
+    if prompt is not None:
+        assert config.speculation is not None and config.speculation.model is not None
+        self_check(_assemble(config, built, info, 0), prompt, config.speculation.model)
+
+
+def _assemble(config: EngineConfig, built: Built, info: EngineInfo, lookahead: int | None) -> EngineCore:
+    """An engine with empty queues and an empty cache over a ready device."""
     captures = built.captures
     pool = BlockPool(
         built.num_blocks,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import SequenceOutput
+from paceline.engine.self_check import MIN_ACCEPT_RATE
 from paceline.proving.drive import Round, complete, tokens_of
 from paceline.proving.redraft import Redrafted
 from paceline.sampling.logprobs import Logprob
@@ -20,8 +21,6 @@ from paceline.sampling.params import SamplingParams
 NEAR_TIE = 1e-3
 """Choices whose two best scores are closer than this may differ between two ways to compute them."""
 LOGPROB_TOLERANCE = 1e-4
-MIN_ACCEPT_RATE = 0.02
-"""A drafter below this is not weak, it is wired wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
