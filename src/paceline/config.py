@@ -58,6 +58,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     speculative_config: SpeculativeConfig | None = None
     """How to draft. None drafts with the bundled drafter when the bundled model is served, else not at all;
     ``SpeculativeConfig()`` switches it off."""
+    enforce_eager: bool = False
+    """Launch every kernel one by one instead of replaying decode rounds as CUDA graphs (GPU)."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per position; -1 is no limit."""
     seed: int = 0
@@ -82,7 +84,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
                 "example 0.9."
             )
         if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be 0 or more, or -1 for no limit.")
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; give 0 or more, or -1 for no limit.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must lie in 0..2**63 - 1.")
 

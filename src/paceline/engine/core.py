@@ -14,7 +14,7 @@ from paceline.cache import BlockPool, SequenceBlocks
 from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, SequenceOutput
 from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
 from paceline.engine.sequence import Sequence, Status
-from paceline.errors import ContextLengthError, RequestError
+from paceline.errors import ContextLengthError, EngineDeadError, RequestError
 from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
 from paceline.sampling.params import validate
 from paceline.sampling.seeds import mix64, sequence_seed
@@ -205,6 +205,8 @@ class EngineCore:
     def _launch(self, planned: PlannedStep) -> PendingStep:
         try:
             return self.runner.launch(planned.plan)
+        except EngineDeadError:
+            raise
         except Exception:
             # A launch changes a slot's lengths only as its very last act, so its spans can be launched again,
             # one by one, and only the one at fault fails. What reached the device and failed there surfaces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,14 +18,7 @@ from paceline.models.drafter import Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.runtime.memory import (
-    CaptureMemory,
-    StepLimits,
-    capture_memory,
-    draft_scratch_bytes,
-    kv_bytes,
-    num_blocks,
-)
+from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, plan_memory
 from paceline.runtime.runner import Runner
 from paceline.speculation.config import SpeculativeConfig
 from paceline.text.generation_config import load_generation_defaults
@@ -68,7 +61,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def build(engine: EngineConfig) -> Built:
-    """Load the model, size and allocate the cache, and make the runner.
+    """Load the models, size and allocate the caches, and make the runner.
 
     Raises:
         ConfigError, CheckpointError: with what was given and what would work.
@@ -77,97 +70,41 @@ def build(engine: EngineConfig) -> Built:
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     device = pick_device(engine.device)
-    on_gpu = device.type == "cuda"
     folder = resolve_folder(engine.model_path, revision=engine.revision)
     config = Qwen3Config.from_pretrained(folder)
-    max_model_len = engine.max_model_len or config.max_context_len
-    if max_model_len > config.max_context_len:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but {engine.model_path} was made for at most "
-            f"{config.max_context_len} "
-            "tokens. Lower max_model_len, or add rope scaling to the checkpoint's config."
-        )
-    max_num_seqs = engine.max_num_seqs or (256 if on_gpu else 32)
-    max_rows = engine.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
-    if max_rows < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {max_rows}, less than max_num_seqs ({max_num_seqs}): not every "
-            "running sequence "
-            "could get a row per step. Raise the former or lower the latter."
-        )
-    # Half precision is emulated on most CPUs and saves nothing there.
-    dtype_name = engine.dtype if on_gpu or engine.dtype != "auto" else "float32"
+    max_model_len = _max_model_len(engine, config)
+    limits = _step_limits(engine, on_gpu=device.type == "cuda")
     model = load_model(
         folder,
         device=device,
-        dtype=dtype_name,
+        # Half precision is emulated on most CPUs and saves nothing there.
+        dtype="float32" if engine.dtype == "auto" and device.type == "cpu" else engine.dtype,
         load_format=engine.load_format,
         show_progress=engine.show_progress,
     )
     dtype = model.embed_tokens.weight.dtype
-    drafter = num_drafts = window = captures = None
-    token_bytes, fixed_bytes, scratch_bytes = kv_bytes(config, dtype), 0, 0
     speculation = engine.speculation
-    limits = StepLimits(max_num_seqs, max_rows)
-    if speculation is not None:
-        drafter = _load_drafter(engine, speculation, model)
-        num_drafts = drafter.config.num_drafts(speculation.num_speculative_tokens)
-        window = speculation.draft_window
-        draft_bytes = kv_bytes(drafter.config.layers, dtype)
-        token_bytes += draft_bytes
-        limits = StepLimits(max_num_seqs, max_rows, num_drafts)
-        scratch_bytes = draft_scratch_bytes(drafter.config, limits, dtype)
-        if speculation.draft_state == "capture":
-            captures = capture_memory(engine, speculation, drafter.config, limits, dtype)
-            # Block 0 of the draft K/V takes the rows of sequences that do not draft.
-            fixed_bytes = captures.num_bytes + engine.block_size * draft_bytes
-    blocks = num_blocks(
-        engine,
-        config,
-        limits,
-        token_bytes,
-        dtype,
-        device,
-        fixed_bytes=fixed_bytes,
-        scratch_bytes=scratch_bytes,
-    )
-    tokens = blocks * engine.block_size
-    logger.info(
-        "K/V cache: %d tokens in %d blocks (%.2f GiB%s); %.1f sequences of %d tokens at once",
-        tokens,
-        blocks,
-        tokens * token_bytes / 2**30,
-        ""
-        if drafter is None
-        else f", {kv_bytes(drafter.config.layers, dtype) / token_bytes:.0%} of it draft state",
-        tokens / max_model_len,
-        max_model_len,
-    )
+    drafter = None if speculation is None else _load_drafter(engine, speculation, model)
+    if drafter is not None and speculation is not None:
+        limits = replace(limits, num_drafts=drafter.config.num_drafts(speculation.num_speculative_tokens))
+    memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype, device)
+    _log_cache(memory, engine.block_size, max_model_len)
     eos = {*config.eos_token_ids, *load_generation_defaults(folder, "none").eos_token_ids}
     runner = Runner(
         model,
-        _allocate(config, blocks, engine.block_size, dtype, device),
-        max_num_seqs=max_num_seqs,
+        _allocate(config, memory.target_blocks, engine.block_size, dtype, device),
+        max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
         eos_token_ids=sorted(eos),
         drafter=drafter,
-        num_drafts=num_drafts or 0,
+        num_drafts=limits.num_drafts,
         draft_cache=None
         if drafter is None
-        else _allocate(
-            drafter.config.layers, blocks + (captures is not None), engine.block_size, dtype, device
-        ),
-        draft_window=window,
-        captures=None
-        if captures is None or drafter is None
-        else torch.zeros(
-            captures.num_physical,
-            engine.block_size,
-            len(drafter.config.tap_layer_ids) * config.hidden_size,
-            dtype=dtype,
-            device=device,
-        ),
+        else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
+        draft_window=None if speculation is None else speculation.draft_window,
+        captures=_allocate_captures(memory.captures, drafter, engine.block_size),
+        rounds="captured" if memory.rounds else "none",
     )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
@@ -175,16 +112,56 @@ def build(engine: EngineConfig) -> Built:
         folder=folder,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_rows,
-        num_blocks=blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_blocks=memory.num_blocks,
         eos_token_ids=tuple(sorted(eos)),
         device=device,
         dtype=dtype,
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        num_drafts=num_drafts or 0,
+        num_drafts=limits.num_drafts,
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
-        captures=captures,
+        captures=memory.captures,
+    )
+
+
+def _max_model_len(engine: EngineConfig, config: Qwen3Config) -> int:
+    """The longest sequence, as asked for or as the checkpoint allows."""
+    if engine.max_model_len is None:
+        return config.max_context_len
+    if engine.max_model_len > config.max_context_len:
+        raise ConfigError(
+            f"max_model_len is {engine.max_model_len}, but {engine.model_path} was made for at most "
+            f"{config.max_context_len} tokens. Lower max_model_len, or add rope scaling to the checkpoint's "
+            "config."
+        )
+    return engine.max_model_len
+
+
+def _step_limits(engine: EngineConfig, *, on_gpu: bool) -> StepLimits:
+    """Sequences and rows per step, as asked for or by the kind of device."""
+    max_num_seqs = engine.max_num_seqs or (256 if on_gpu else 32)
+    max_rows = engine.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
+    if max_rows < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_rows}, less than max_num_seqs ({max_num_seqs}): not every "
+            "running "
+            "sequence could get a row per step. Raise the former or lower the latter."
+        )
+    return StepLimits(max_num_seqs, max_rows)
+
+
+def _log_cache(memory: MemoryPlan, block_size: int, max_model_len: int) -> None:
+    tokens = memory.num_blocks * block_size
+    logger.info(
+        "K/V cache: %d tokens in %d blocks (%.2f GiB, %.0f%% of it draft state); %.1f sequences of %d "
+        "tokens at once",
+        tokens,
+        memory.num_blocks,
+        tokens * memory.token_bytes / 2**30,
+        100 * memory.draft_token_bytes / memory.token_bytes,
+        tokens / max_model_len,
+        max_model_len,
     )
 
 
@@ -218,3 +195,14 @@ def _allocate(
         dtype=dtype,
         device=device,
     )
+
+
+def _allocate_captures(
+    captures: CaptureMemory | None, drafter: Drafter | None, block_size: int
+) -> torch.Tensor | None:
+    """The store of captured tap rows, [capture slots, P, n * d]."""
+    if captures is None or drafter is None:
+        return None
+    width = len(drafter.config.tap_layer_ids) * drafter.config.layers.hidden_size
+    like = drafter.fc.weight
+    return torch.zeros(captures.num_physical, block_size, width, dtype=like.dtype, device=like.device)

@@ -96,55 +96,73 @@ class DraftStage:
         for cache, rows in ((self.cache.k, k), (self.cache.v, v)):
             cache.flatten(1, 2).index_copy_(1, kv_slots, rows.to(cache.dtype))
 
-    def propose(self, slots: Tensor, host_slots: Sequence[int], max_context: int) -> None:
+    def propose(
+        self,
+        slots: Tensor,
+        count: int,
+        max_context: int,
+        *,
+        noise: bool,
+        unreserved: tuple[Tensor, int] | None = None,
+    ) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
 
         Args:
             slots: [N] int32.
-            host_slots: the same, for the host.
+            count: N.
             max_context: upper bound of the anchors' positions + 1.
+            noise: whether any of the slots draws at random.
+            unreserved: which of the sequences, bool [N], have no blocks for a proposal, and the first cache
+                slot of a scratch block: what is drafted for them is not used and must not be written anywhere
+                    else.
         """
         state = self._state
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
         flat = slots.long() * state.tokens.shape[1] + starts
         anchors = state.tokens.view(-1)[flat]
-        context = PagedContext(self.cache, self._layout(slots, starts, len(host_slots), max_context))
+        context = PagedContext(self.cache, self._layout(slots, starts, count, max_context, unreserved))
         slots_out = self.drafter.slots(self.drafter(anchors, starts, context), self.num_drafts)
-        chain = self.drafter.chain(slots_out, anchors, noise=self._noise(slots, host_slots, starts))
+        chain = self.drafter.chain(slots_out, anchors, noise=self._noise(slots, starts) if noise else None)
         offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
         target = flat[:, None] + offsets  # [N, g]
         state.tokens.view(-1).index_copy_(0, target.view(-1), chain.tokens.view(-1).to(torch.int32))
 
-    def _layout(self, slots: Tensor, starts: Tensor, count: int, max_context: int) -> RowLayout:
+    def _layout(
+        self,
+        slots: Tensor,
+        starts: Tensor,
+        count: int,
+        max_context: int,
+        unreserved: tuple[Tensor, int] | None,
+    ) -> RowLayout:
         """Rows of N blocks: positions start … start + W - 1 of each slot."""
         state, width = self._state, self._width
         step = torch.arange(count + 1, device=slots.device, dtype=torch.int32)
         positions = (starts[:, None] + torch.arange(width, device=slots.device, dtype=torch.int32)).view(-1)
         row_seq = step[:-1].repeat_interleave(width, output_size=count * width)
+        kv_slots = cache_slots(self._tables, state.block_size, slots[row_seq], positions)
+        if unreserved is not None:
+            without, scratch = unreserved
+            kv_slots = torch.where(without[row_seq], scratch + positions % state.block_size, kv_slots)
         return RowLayout(
             slots=slots,
             row_start=step * width,
             row_seq=row_seq,
             positions=positions,
-            kv_slots=cache_slots(self._tables, state.block_size, slots[row_seq], positions),
+            kv_slots=kv_slots,
             block_tables=self._tables,
             num_computed=state.num_computed,
             host_rows=(width,) * count,
             host_max_context=max_context + width,
         )
 
-    def _noise(self, slots: Tensor, host_slots: Sequence[int], starts: Tensor) -> DraftNoise | None:
-        """Noise for slots that sample; None when all are greedy."""
-        sampling = self._state.sampling
-        if not sampling.any_random(host_slots):
-            return None
+    def _noise(self, slots: Tensor, starts: Tensor) -> DraftNoise:
+        sampling, ids = self._state.sampling, self.drafter.target_ids
         return DraftNoise(
             sampling.ints[:, SEED_KEY][slots],
             starts,
             sampling.floats[:, INV_TEMPERATURE][slots].float(),
-            sampling.token_ids
-            if self.drafter.target_ids is None
-            else self.drafter.target_ids.to(torch.int32),
+            sampling.token_ids if ids is None else ids.to(torch.int32),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -129,53 +129,99 @@ def capture_memory(
     return CaptureMemory(slots, filling, slot_bytes)
 
 
-def num_blocks(
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes of everything that is allocated once.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        token_bytes: bytes of one token in the pool, the drafter's part included.
+        draft_token_bytes: the drafter's part.
+        captures: the store of captured rows, when draft state is captured.
+        rounds: whether decode rounds run as CUDA graphs.
+    """
+
+    num_blocks: int
+    token_bytes: int
+    draft_token_bytes: int
+    captures: CaptureMemory | None
+    rounds: bool
+
+    @property
+    def target_blocks(self) -> int:
+        """Blocks of the target's K/V: the pool's, and one that rounds scribble in."""
+        return self.num_blocks + self.rounds
+
+    @property
+    def draft_blocks(self) -> int:
+        """Blocks of the drafter's K/V; with captures, one takes the rows of sequences that do not draft."""
+        return self.num_blocks + (self.rounds or self.captures is not None)
+
+
+def plan_memory(
     engine: EngineConfig,
     config: Qwen3Config,
+    drafter: DrafterConfig | None,
     limits: StepLimits,
-    token_bytes: int,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    fixed_bytes: int = 0,
-    scratch_bytes: int = 0,
-) -> int:
-    """Blocks in the pool: as asked for, or what the memory budget holds.
-
-    Args:
-        token_bytes: bytes a token takes in the pool: the target's K/V and what the drafter keeps beside it.
-        fixed_bytes: what of the budget goes to draft state whatever the size of the pool.
-        scratch_bytes: what a step needs beside the target's activations.
+) -> MemoryPlan:
+    """Divide the memory.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not even one block fits, or a capture budget smaller than one slot.
     """
+    captures, draft_bytes = None, 0
+    speculation = engine.speculation
+    if drafter is not None and speculation is not None:
+        draft_bytes = kv_bytes(drafter.layers, dtype)
+        if speculation.draft_state == "capture":
+            captures = capture_memory(engine, speculation, drafter, limits, dtype)
+    token_bytes = kv_bytes(config, dtype) + draft_bytes
+    rounds = device.type == "cuda" and not engine.enforce_eager and captures is None
+    scratch = _scratch_bytes(config, drafter, limits, dtype)
+    fixed = 0 if captures is None else captures.num_bytes + engine.block_size * draft_bytes
+    if rounds:
+        # Graphs keep the memory of the largest round apart from what other steps use.
+        rows = limits.max_num_seqs * (1 + limits.num_drafts)
+        scratch += _scratch_bytes(config, drafter, replace(limits, max_num_batched_tokens=rows), dtype)
+        fixed += engine.block_size * token_bytes
     if engine.num_blocks is not None:
-        return engine.num_blocks
-    size = token_bytes * engine.block_size
-    if engine.kv_cache_memory_bytes is not None:
-        budget = engine.kv_cache_memory_bytes
-        source = f"kv_cache_memory_bytes={budget}"
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        scratch = step_scratch_bytes(config, limits, dtype) + scratch_bytes
-        used = total - free
-        budget = int(total * engine.gpu_memory_utilization) - used - scratch
-        source = (
-            f"gpu_memory_utilization={engine.gpu_memory_utilization} of {total / 2**30:.1f} GiB, less "
-            f"{used / 2**30:.1f} GiB "
-            f"in use and {scratch / 2**30:.1f} GiB for the largest step"
-        )
+        blocks = engine.num_blocks
     else:
-        budget = CPU_KV_BYTES
-        source = f"the CPU default of {CPU_KV_BYTES // 2**20} MiB"
-    count = (budget - fixed_bytes) // size
-    if count < 1:
-        captures = f", {fixed_bytes} of them for captured draft state" if fixed_bytes else ""
-        raise ConfigError(
-            f"No K/V block fits: {source} leaves {budget} bytes{captures}, one block of {engine.block_size} "
-            f"tokens takes {size}. "
-            "Give more memory or lower max_num_batched_tokens or max_num_seqs."
-        )
-    logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)
-    return int(count)
+        budget, source = _budget(engine, scratch, device)
+        blocks = (budget - fixed) // (token_bytes * engine.block_size)
+        if blocks < 1:
+            beside = f", {fixed} of them taken whatever the size of the pool" if fixed else ""
+            raise ConfigError(
+                f"No K/V block fits: {source} leaves {budget} bytes{beside}; one block of "
+                f"{engine.block_size} tokens "
+                f"takes {token_bytes * engine.block_size}. Give more memory, or lower "
+                "max_num_batched_tokens or "
+                "max_num_seqs."
+            )
+        logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)
+    return MemoryPlan(blocks, token_bytes, draft_bytes, captures, rounds)
+
+
+def _scratch_bytes(
+    config: Qwen3Config, drafter: DrafterConfig | None, limits: StepLimits, dtype: torch.dtype
+) -> int:
+    """What the largest step needs beside weights and caches."""
+    scratch = step_scratch_bytes(config, limits, dtype)
+    return scratch if drafter is None else scratch + draft_scratch_bytes(drafter, limits, dtype)
+
+
+def _budget(engine: EngineConfig, scratch: int, device: torch.device) -> tuple[int, str]:
+    """Bytes for the pool and what is beside it, and where that number comes from."""
+    if engine.kv_cache_memory_bytes is not None:
+        return engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes={engine.kv_cache_memory_bytes}"
+    if device.type == "cpu":
+        return CPU_KV_BYTES, f"the CPU default of {CPU_KV_BYTES // 2**20} MiB"
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    source = (
+        f"gpu_memory_utilization={engine.gpu_memory_utilization} of {total / 2**30:.1f} GiB, less "
+        f"{used / 2**30:.1f} GiB in use and {scratch / 2**30:.1f} GiB for the largest steps"
+    )
+    return int(total * engine.gpu_memory_utilization) - used - scratch, source

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from paceline.errors import EngineDeadError, InvariantError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
@@ -50,6 +53,8 @@ class Runner:
         draft_cache: the drafter's K/V, under the same block ids unless there are ``captures``.
         draft_window: last tokens the drafter attends to; None for all.
         captures: where tap rows are captured, [capture slots, P, n * d]; None for paged draft state.
+        rounds: whether spans that are simple enough run as fixed-shape rounds, and those as CUDA graphs. The
+            last block of both caches is then scratch, and must not be in the pool.
     """
 
     def __init__(
@@ -66,12 +71,13 @@ class Runner:
         draft_cache: KVCache | None = None,
         draft_window: int | None = None,
         captures: Tensor | None = None,
+        rounds: Literal["none", "eager", "captured"] = "none",
     ) -> None:
         self.model = model
         self.cache = cache
         self.block_size = cache.k.shape[2]
         sampling = SamplingState(
-            max_num_seqs, model.config.vocab_size, eos_token_ids=eos_token_ids, device=device
+            max_num_seqs + 1, model.config.vocab_size, eos_token_ids=eos_token_ids, device=device
         )
         lookahead = 0 if drafter is None else max(drafter.config.block_size, num_drafts)
         self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, lookahead)
@@ -87,6 +93,19 @@ class Runner:
             )
         self.device = device
         self._staging = Staging(16384, device)
+        self.rounds: RoundSet | None = None
+        if rounds != "none":
+            if captures is not None:
+                raise InvariantError("rounds need draft state under the target's block ids")
+            self.rounds = RoundSet(
+                model,
+                cache,
+                self.state,
+                self.drafting,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                capture=rounds == "captured",
+            )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -95,28 +114,51 @@ class Runner:
         The slots' lengths advance as the last act: a launch that raises has changed nothing that a second one
         would not redo.
         """
-        state = self.state
-        state.apply(plan.inits, plan.table)
-        rows = build_rows(plan.spans, state, self._staging, plan.max_context)
+        self.state.apply(plan.inits, plan.table)
+        if self.drafting is not None:
+            self.drafting.begin(plan.draft)
+        if self.rounds is None:
+            return self._run_rows(plan.spans, plan.max_context)
+        taken = [self.rounds.takes(span) for span in plan.spans]
+        simple = [span for span, takes in zip(plan.spans, taken, strict=True) if takes]
+        others = [span for span, takes in zip(plan.spans, taken, strict=True) if not takes]
+        rest = self._run_rows(others, plan.max_context) if others else None
+        try:
+            fast = self._run_round(self.rounds, simple) if simple else None
+        except Exception as error:
+            if rest is None:
+                raise
+            raise EngineDeadError("A decode round failed after the rest of its step had run.") from error
+        return _Merged(taken, fast, rest) if fast and rest else fast or rest or _Pending([], [], _NOTHING)
+
+    def _run_round(self, rounds: RoundSet, spans: Sequence[Span]) -> _Pending:
+        """Spans of anchors and drafts, as one fixed-shape round."""
+        sampled, accepted = rounds.run(spans)
+        count = len(spans)
+        copies = self._to_host((sampled[:count], accepted[:count]), None, [[] for _ in spans])
+        return _Pending(spans, list(range(count)), copies)
+
+    def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
+        """Spans of any kind, laid out row by row."""
+        state, drafting = self.state, self.drafting
+        rows = build_rows(spans, state, self._staging, max_context)
         context = PagedContext(self.cache, rows.layout)
-        drafting = self.drafting
-        if drafting is not None:
-            drafting.begin(plan.draft)
         taps = () if drafting is None else drafting.taps
         hidden, tapped = self.model(rows.tokens, rows.layout.positions, context, taps)  # [R, d], [R, n * d]
-        prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(plan.spans)]
+        prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(spans)]
         if not rows.host_sampled:
             self._advance(rows, tapped, None)
-            return _Pending(plan.spans, [], self._to_host(None, None, prompt))
+            return _Pending(spans, [], self._to_host(None, None, prompt))
         logits = self.model.logits(hidden[rows.sample_rows]).float()  # [Q, V]
-        slots = [plan.spans[i].slot for i in rows.host_sampled for _ in range(plan.spans[i].drafts + 1)]
-        sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, plan.max_context)
+        slots = [spans[i].slot for i in rows.host_sampled for _ in range(spans[i].drafts + 1)]
+        sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, max_context)
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
         drawn = self._accept(rows, output.tokens)
         self._advance(rows, tapped, drawn)
         if drafting is not None and rows.host_proposing:
-            drafting.propose(rows.proposing, rows.host_proposing, plan.max_context)
-        return _Pending(plan.spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
+            slots_at_random = state.sampling.any_random(rows.host_proposing)
+            drafting.propose(rows.proposing, len(rows.host_proposing), max_context, noise=slots_at_random)
+        return _Pending(spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
 
     def _accept(self, rows: StepRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Draws [Q] -> per span [N, K + 1], and how many drafts of each span stand [N]."""
@@ -188,6 +230,21 @@ class Runner:
             copies.done = torch.cuda.Event()
             copies.done.record()
         return copies
+
+
+_NOTHING = _Copies(None, None, [], None)
+
+
+class _Merged:
+    """The results of a step that ran in two parts, in plan order."""
+
+    def __init__(self, taken: Sequence[bool], fast: _Pending, rest: _Pending) -> None:
+        self._taken = taken
+        self._fast, self._rest = fast, rest
+
+    def result(self) -> list[SpanResult]:
+        rest, fast = iter(self._rest.result()), iter(self._fast.result())
+        return [next(fast if takes else rest) for takes in self._taken]
 
 
 def _logprobs_to_host(item: LogprobTensors) -> LogprobTensors:

@@ -18,13 +18,17 @@ from paceline.sampling.state import SamplingState, SlotSampling
 class SlotState:
     """Token ids, lengths, block tables and sampling parameters of all slots.
 
+    There is one slot more than sequences may run: the last is nobody's, and stands in where a fixed shape has
+    more places than there are sequences.
+
     Attributes:
-        tokens: [S, L] int32; known tokens of a sequence, and tentative ones (drafts) behind them.
-        num_computed: [S] int32; rows whose K/V has been written and stands.
-        block_tables: [S, M] int32.
-        sampling: the slots' sampling parameters.
+        tokens: [S + 1, L] int32; known tokens of a sequence, and tentative ones (drafts) behind them.
+        num_computed: [S + 1] int32; rows whose K/V has been written and stands.
+        block_tables: [S + 1, M] int32.
+        sampling: the slots' sampling parameters, of S + 1 slots.
 
     Args:
+        num_slots: S, sequences that may run at once.
         max_len: longest sequence in tokens.
         lookahead: positions beyond it that tentative rows may touch: a drafter's block.
     """
@@ -42,9 +46,10 @@ class SlotState:
         self.block_size = block_size
         width = max_len + lookahead + 1
         blocks = -(-width // block_size)
-        self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
-        self.num_computed = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(num_slots, blocks, dtype=torch.int32, device=device)
+        self.spare = num_slots
+        self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_slots + 1, blocks, dtype=torch.int32, device=device)
         self.sampling = sampling
         self._staging = Staging(4096, device)
 

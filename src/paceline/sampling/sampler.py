@@ -17,8 +17,12 @@ from paceline.sampling.filters import kept_prefix, mask_min_p, min_p_mass, order
 from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.processors import SampleRows, process
 from paceline.sampling.state import (
+    FIXED_K,
     INV_TEMPERATURE,
+    NO_LIMIT,
     SEED_KEY,
+    TOP_K,
+    FixedKind,
     IntArray,
     SamplingFeatures,
     SamplingState,
@@ -26,7 +30,7 @@ from paceline.sampling.state import (
     upload,
 )
 
-__all__ = ["LogprobTensors", "SampleOutput", "SampleRows", "sample", "score"]
+__all__ = ["LogprobTensors", "SampleOutput", "SampleRows", "sample", "sample_fixed", "score"]
 
 FIRST_LOOK = 256
 """On the CPU, a row with top_p alone first tries so many of its largest tokens and is sorted if need be."""
@@ -87,6 +91,39 @@ def sample(
         return SampleOutput(tokens, None)
     chosen = tokens[upload(features.logprobs, logits.device, torch.int64)]
     return SampleOutput(tokens, score(chosen_from, chosen, features.num_top, rows=features.logprobs))
+
+
+def sample_fixed(
+    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, kind: FixedKind
+) -> Tensor:
+    """``sample`` with nothing decided by the host, so that it can be captured in a graph.
+
+    Args:
+        logits: [Q, V] fp32, contiguous.
+        slots, positions: [Q] int32, as in ``SampleRows``.
+        state: parameters of the rows' slots, whose ``fixed_kind`` must be ``kind`` or come before it.
+        kind: what the rows may need.
+
+    Returns:
+        [Q] int32, the tokens ``sample`` would pick.
+    """
+    if kind == "greedy":
+        return logits.argmax(-1).to(torch.int32)
+    floats, ints = state.floats[slots], state.ints[slots]
+    group = _Group(None, logits, floats, ints, row_keys(ints[:, SEED_KEY], positions + 1))
+    random = group.inv_temperature > 0
+    if logits.is_cuda:
+        from paceline.sampling.triton_sampler import sample_argmax
+
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        sample_argmax(logits, slots, positions, state.floats, state.ints, out=tokens)
+    else:
+        noisy = gumbel(group.keys, state.token_ids).add_(logits * group.inv_temperature)
+        tokens = torch.where(random, noisy, logits).argmax(-1).to(torch.int32)
+    if kind == "random":
+        return tokens
+    cut = _draw_ordered(group, min(FIXED_K, logits.shape[1])).to(torch.int32)
+    return torch.where(random[:, 0] & (ints[:, TOP_K] < NO_LIMIT), cut, tokens)
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int, *, rows: IntArray | None = None) -> LogprobTensors:

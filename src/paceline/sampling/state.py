@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -113,6 +113,12 @@ class SamplingFeatures:
         return len(self.slots)
 
 
+FixedKind = Literal["greedy", "random", "truncated"]
+"""What sampling without the host's help must be able to do: no draws at random; draws from all tokens; draws
+from a few (a top_k up to ``FIXED_K``, top_p, min_p). Each can do what those before it can."""
+
+FIXED_K = 64
+
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -190,6 +196,17 @@ class SamplingState:
         lists = self._lists[slot]
         assert lists is not None, f"slot {slot} has no lists"
         return lists
+
+    def fixed_kind(self, slot: int) -> FixedKind | None:
+        """What ``sample_fixed`` must be able to do for a slot; None when it cannot serve it."""
+        flags = int(self._flags[slot])
+        if self._num_top[slot] >= 0 or flags & ~(RANDOM | SHORT | MIN_P):
+            return None
+        if flags & SHORT:
+            return "truncated" if self._top_k[slot] <= FIXED_K else None
+        if flags & MIN_P:
+            return None
+        return "random" if flags & RANDOM else "greedy"
 
     def any_random(self, slots: Sequence[int]) -> bool:
         """Whether any of these slots draws at random rather than greedily."""

@@ -1,0 +1,144 @@
+"""Decode rounds as CUDA graphs: one replay instead of a few hundred launches.
+
+A round is captured for a few sizes (*tiers*) of each kind; a step takes the smallest that holds its sequences
+and leaves the rest of it empty. Tiers share one memory pool. On a CPU there is nothing to capture and rounds
+are not used by the runner; tests run them there through ``RoundSet(capture=False)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.models.attention import KVCache
+from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.runtime.drafting import DraftStage
+from paceline.runtime.plan import Span
+from paceline.runtime.round import DecodeRound, RoundShape
+from paceline.runtime.staging import Staging
+from paceline.runtime.state import SlotState
+from paceline.sampling.state import FixedKind
+
+logger = logging.getLogger(__name__)
+
+KINDS: tuple[FixedKind, ...] = ("greedy", "random", "truncated")
+
+
+def tiers(max_num_seqs: int) -> list[int]:
+    """Sizes to capture: powers of two up to 16, then steps that waste at most a third, up to
+    ``max_num_seqs``.
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class CapturedRound:
+    """A round and its graph.
+
+    Args:
+        decode_round: what to capture. Its inputs must name no sequence while it is captured.
+        pool: memory pool shared by all graphs.
+    """
+
+    def __init__(self, decode_round: DecodeRound, pool: Any) -> None:
+        self.inputs = decode_round.inputs
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            decode_round()  # compiles kernels and makes workspaces: neither may happen while capturing
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._outputs = decode_round()
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Run on ``inputs``; see :class:`DecodeRound`."""
+        self._graph.replay()
+        return self._outputs
+
+
+class RoundSet:
+    """All rounds of an engine, and which of a step's spans they can run.
+
+    Args:
+        model, cache, state, drafting, max_model_len: as for :class:`DecodeRound`.
+        max_num_seqs: slots.
+        capture: make CUDA graphs; else rounds run as they stand.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        cache: KVCache,
+        state: SlotState,
+        drafting: DraftStage | None,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        capture: bool,
+    ) -> None:
+        self._state = state
+        self._num_drafts = 0 if drafting is None else drafting.num_drafts
+        self._sizes = tiers(max_num_seqs)
+        self._staging = Staging(3 * max_num_seqs, state.device)
+        self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
+        pool = torch.cuda.graph_pool_handle() if capture else None
+        started = time.perf_counter()
+        before = torch.cuda.memory_reserved() if capture else 0
+        for size in reversed(self._sizes):  # the largest first: smaller ones then fit into its memory
+            for shape in self._shapes(size):
+                decode_round = DecodeRound(shape, model, cache, state, drafting, max_model_len)
+                self._rounds[shape] = decode_round if pool is None else CapturedRound(decode_round, pool)
+        if capture:
+            logger.info(
+                "Captured %d decode rounds in %.2f s, %.2f GiB",
+                len(self._rounds),
+                time.perf_counter() - started,
+                (torch.cuda.memory_reserved() - before) / 2**30,
+            )
+
+    def _shapes(self, size: int) -> list[RoundShape]:
+        drafts = (0, self._num_drafts) if self._num_drafts else (0,)
+        return [RoundShape(size, count, self._num_drafts > 0, kind) for kind in KINDS for count in drafts]
+
+    def takes(self, span: Span) -> bool:
+        """Whether a round can run this span: an anchor, its drafts, and sampling the round knows."""
+        return (
+            span.sample
+            and span.rows == span.drafts + 1
+            and span.prompt_rows == 0
+            and self._state.sampling.fixed_kind(span.slot) is not None
+        )
+
+    def run(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Run spans that are all taken.
+
+        Returns:
+            sampled [N, K + 1] and accepted [N] on the device; rows beyond the spans' are nobody's.
+            Overwritten by the next run.
+        """
+        kinds = {self._state.sampling.fixed_kind(span.slot) for span in spans}
+        shape = RoundShape(
+            next(size for size in self._sizes if size >= len(spans)),
+            self._num_drafts if any(span.drafts for span in spans) else 0,
+            self._num_drafts > 0,
+            next(kind for kind in reversed(KINDS) if kind in kinds),
+        )
+        decode_round = self._rounds[shape]
+        values = np.zeros((3, shape.num_seqs), dtype=np.int32)
+        values[0] = self._state.spare
+        values[1] = -1
+        values[:, : len(spans)] = [
+            [span.slot for span in spans],
+            [span.drafts for span in spans],
+            [int(span.propose) for span in spans],
+        ]
+        (sent,) = self._staging.send([values.reshape(-1)])
+        decode_round.inputs.view(-1).copy_(sent)
+        return decode_round()

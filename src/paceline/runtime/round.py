@@ -1,0 +1,145 @@
+"""A decode round with nothing left to the host: its only inputs are which slots take part and how far.
+
+The generic step (``runner.py``) lays out whatever rows a plan asks for. Most steps of a server are simpler:
+every sequence runs its anchor and its drafts, is sampled, accepted, and drafts again. This is that round with
+fixed shapes: N sequences of K + 1 rows. A sequence with fewer drafts, or none at all, wastes rows, whose K/V
+go to a scratch block. Because every launch, shape and address is the same each time, the round can be
+captured as one CUDA graph (``graphs.py``); on a CPU it runs as it stands, which is how its logic is tested
+there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.models.attention import KVCache, PagedContext
+from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.ops import RowLayout
+from paceline.runtime.acceptance import count_accepted
+from paceline.runtime.drafting import DraftStage
+from paceline.runtime.state import SlotState
+from paceline.sampling.sampler import sample_fixed
+from paceline.sampling.state import FixedKind
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """What is fixed in a round.
+
+    Attributes:
+        num_seqs: N.
+        num_drafts: K, drafts verified per sequence.
+        propose: whether the next block is drafted.
+        kind: sampling the round can do.
+    """
+
+    num_seqs: int
+    num_drafts: int
+    propose: bool
+    kind: FixedKind
+
+
+class DecodeRound:
+    """One round, ready to be called as often as wanted.
+
+    Args:
+        shape: what is fixed.
+        model: the target.
+        cache: its K/V; the last block is scratch.
+        state: the slots; the spare one stands in where there is no sequence.
+        drafting: the drafter, when there is one.
+        max_model_len: longest sequence in tokens.
+
+    Attributes:
+        inputs: [3, N] int32 on the device, to be filled before each call: slot; number of drafts, -1 where
+            there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved).
+    """
+
+    def __init__(
+        self,
+        shape: RoundShape,
+        model: Qwen3ForCausalLM,
+        cache: KVCache,
+        state: SlotState,
+        drafting: DraftStage | None,
+        max_model_len: int,
+    ) -> None:
+        device = state.device
+        n, width = shape.num_seqs, shape.num_drafts + 1
+        self.shape = shape
+        self.inputs = torch.zeros(3, n, dtype=torch.int32, device=device)
+        self.inputs[0] = state.spare
+        self.inputs[1] = -1
+        self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
+        self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
+        self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
+        self._offset = torch.arange(width, dtype=torch.int32, device=device)
+        self._scratch = (cache.k.shape[1] - 1) * state.block_size
+        self._max_context = max_model_len + width
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Run the round on ``inputs``.
+
+        Returns:
+            sampled [N, K + 1] int32, each row's draw, and accepted [N] int32, how many drafts stand.
+        """
+        slots, drafts, propose = self.inputs.unbind(0)
+        layout, tokens = self._rows(slots, drafts)
+        drafting = self._drafting
+        taps = () if drafting is None else drafting.taps
+        hidden, tapped = self._model(tokens, layout.positions, PagedContext(self._cache, layout), taps)
+        if drafting is not None and tapped is not None:
+            drafting.write_context(tapped, layout)
+        logits = self._model.logits(hidden).float()  # [N * (K + 1), V]
+        drawn = sample_fixed(
+            logits, slots[self._row_seq], layout.positions, self._state.sampling, self.shape.kind
+        )
+        sampled = drawn.view(-1, len(self._offset))
+        fed = tokens.view_as(sampled)[:, 1:]
+        accepted = count_accepted(sampled, fed, drafts.clamp(min=0))
+        self._advance(slots, drafts, sampled, accepted)
+        if self.shape.propose and drafting is not None:
+            drafting.propose(
+                slots,
+                self.shape.num_seqs,
+                self._max_context,
+                noise=self.shape.kind != "greedy",
+                unreserved=(propose == 0, self._scratch),
+            )
+        return sampled, accepted
+
+    def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
+        """The rows' layout and the tokens they are fed, [N * (K + 1)]."""
+        state = self._state
+        row_slot = slots[self._row_seq]
+        positions = (state.num_computed[slots][:, None] + self._offset).view(-1)
+        tokens = state.tokens.view(-1)[row_slot.long() * state.tokens.shape[1] + positions]
+        real = (self._offset <= drafts[:, None]).view(-1)
+        # A row nobody asked for writes to the scratch block, and reads what it likes: its result is not used.
+        kv_slots = torch.where(
+            real, state.kv_slots(row_slot, positions), self._scratch + positions % state.block_size
+        )
+        layout = RowLayout(
+            slots=slots,
+            row_start=self._row_start,
+            row_seq=self._row_seq,
+            positions=positions,
+            kv_slots=kv_slots,
+            block_tables=state.block_tables,
+            num_computed=state.num_computed,
+            host_rows=(len(self._offset),) * self.shape.num_seqs,
+            host_max_context=self._max_context,
+        )
+        return layout, tokens
+
+    def _advance(self, slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor) -> None:
+        """Write the draws behind the anchors and move the lengths past the rows that stand."""
+        state = self._state
+        anchor = state.num_computed[slots].long()  # [N]
+        first = slots.long() * state.tokens.shape[1] + anchor + 1
+        target = first[:, None] + self._offset
+        state.tokens.view(-1).index_copy_(0, target.view(-1), sampled.reshape(-1))
+        state.num_computed.index_add_(0, slots, torch.where(drafts >= 0, accepted + 1, 0))
