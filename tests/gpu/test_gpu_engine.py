@@ -57,20 +57,29 @@ def test_golden_numbers_in_fp32(name: str, budget: int) -> None:
         assert output.token_ids == case["greedy_ids"].tolist()
 
 
-@pytest.mark.parametrize("drafter", ["dflash_tiny_b16", "dspark_tiny_b7", "dspark_tiny_b7_rnn"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_same_tokens_with_a_drafter(drafter: str, temperature: float) -> None:
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("drafter", [None, "dflash_tiny_b16", "dspark_tiny_b7", "dspark_tiny_b7_rnn"])
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+def test_same_tokens_with_graphs_and_drafters(drafter: str | None, sampling: str) -> None:
+    """Captured rounds, with and without drafts, against plain eager steps."""
     prompts = [case["input_ids"].tolist() for case in golden_cases("qwen3_tiny")]
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=i)
-        for i in range(len(prompts))
-    ]
-    plain = tokens_of(complete(gpu_core(GOLDEN / "qwen3_tiny", dtype="float32"), prompts, params))
+    params = [limited(20 + 5 * i, seed=i, **SAMPLINGS[sampling]) for i in range(len(prompts))]
+    eager = gpu_core(GOLDEN / "qwen3_tiny", dtype="float32", enforce_eager=True)
+    plain = tokens_of(complete(eager, prompts, params))
     core = gpu_core(
-        GOLDEN / "qwen3_tiny", dtype="float32", speculative_config={"model": str(GOLDEN / drafter)}
+        GOLDEN / "qwen3_tiny",
+        dtype="float32",
+        speculative_config=None if drafter is None else {"model": str(GOLDEN / drafter)},
     )
+    assert runner_of(core).rounds is not None and runner_of(eager).rounds is None
     assert tokens_of(complete(core, prompts, params)) == plain
-    assert core.scheduler.speculation.num_accepted_tokens > 0
+    assert drafter is None or core.scheduler.speculation.num_accepted_tokens > 0
     assert tokens_of(complete(core, prompts, params)) == plain, "again, all warm"
 
 
