@@ -121,15 +121,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             if self.model is not None or not BUNDLED_DRAFTERS["dspark"].is_dir():
                 return None
             wanted = SpeculativeConfig(method="dspark")
-        if not wanted.enabled:
+        if wanted == SpeculativeConfig():
             return None
         if wanted.model is None:
-            assert wanted.method is not None
+            # A config that says how to draft, but not with what, does not switch drafting off.
             if self.model is not None:
                 raise ConfigError(
-                    f"speculative_config names the method {wanted.method!r} but no drafter, and "
-                    f"{self.model} brings "
-                    'none. Add "model": the drafter\'s folder or hub name.'
+                    f"speculative_config names no drafter, and {self.model} brings none. "
+                    'Add "model": the drafter\'s folder or hub name.'
                 )
-            wanted = msgspec.structs.replace(wanted, model=str(BUNDLED_DRAFTERS[wanted.method]))
+            method = wanted.method or "dspark"
+            wanted = msgspec.structs.replace(wanted, method=method, model=str(BUNDLED_DRAFTERS[method]))
         return wanted

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import main, options
+from paceline.config import BUNDLED_DRAFTERS, EngineConfig
 from paceline.errors import ConfigError
 
 
@@ -27,3 +28,17 @@ def test_short_forms_join_the_config_and_must_not_repeat_it() -> None:
     assert options._speculation(given) == {"model": "a", "draft_window": 64}
     with pytest.raises(ConfigError, match="draft_window is given both"):
         options._speculation({"speculative_config": '{"draft_window": 1}', "draft_window": 64})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_speculative_tokens": 3}, {"draft_window": 64}, {"method": "dflash"}]
+)
+def test_a_config_without_a_drafter_takes_the_bundled_one_or_is_refused(fields: dict[str, object]) -> None:
+    """It must not switch drafting off: only an empty config does."""
+    speculation = EngineConfig.of(speculative_config=fields).speculation
+    assert speculation is not None
+    assert speculation.model == str(BUNDLED_DRAFTERS[str(fields.get("method", "dspark"))])
+    with pytest.raises(ConfigError, match="names no drafter, and org/other brings none"):
+        _ = EngineConfig.of(model="org/other", speculative_config=fields).speculation
+    assert EngineConfig.of(speculative_config={}).speculation is None
+    assert EngineConfig.of(model="org/other").speculation is None

@@ -14,7 +14,7 @@ DEFAULT_CAPTURE_MB = 128
 class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How drafts are made.
 
-    ``SpeculativeConfig()`` (method and model both None) switches speculation off.
+    ``SpeculativeConfig()``, with nothing set, switches speculation off.
     """
 
     method: Literal["dspark", "dflash"] | None = None
@@ -73,8 +73,3 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     def capture_mb(self) -> float:
         """MiB for captured rows when ``draft_state`` is capture."""
         return DEFAULT_CAPTURE_MB if self.draft_capture_mb is None else self.draft_capture_mb
-
-    @property
-    def enabled(self) -> bool:
-        """Whether there is anything to draft with."""
-        return self.method is not None or self.model is not None
