@@ -77,7 +77,7 @@ class SimulatedDevice:
         self._step_s, self._row_s = step_s, row_s
         self._fail = fail
 
-    def launch(self, plan: StepPlan) -> _Pending:
+    def launch(self, plan: StepPlan) -> Pending:
         if self._fail is not None:
             self._fail(plan)
         self.plans.append(plan)
@@ -88,7 +88,7 @@ class SimulatedDevice:
             table = self.slots[update.slot].table
             for i, block in enumerate(update.ids):
                 table[update.first + i] = block
-        return _Pending([self._run(span.slot, span.rows, span.sample) for span in plan.spans])
+        return Pending([self._run(span.slot, span.rows, span.sample) for span in plan.spans])
 
     def _run(self, slot_id: int, rows: int, sample: bool) -> SpanResult:
         slot = self.slots[slot_id]
@@ -112,7 +112,9 @@ class SimulatedDevice:
         return slot.table[position // self.block_size], position % self.block_size
 
 
-class _Pending:
+class Pending:
+    """Results that are there at once."""
+
     def __init__(self, results: list[SpanResult]) -> None:
         self._results = results
 

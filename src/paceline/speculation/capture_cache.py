@@ -85,7 +85,7 @@ class CaptureCache:
     def touch(self, hash_: bytes) -> None:
         """Note that a lineage was used up to this published capture.
 
-        Its ancestors count as used with it: they outlive it anyway.
+        Its ancestors need no mark: they outlive it anyway.
         """
         self._tick += 1
         entry = self._entries[hash_]
@@ -183,8 +183,7 @@ class CaptureCache:
             return
         parent = self._entries[entry.parent]
         parent.children -= 1
-        if parent.children == 0:  # what used the child used the parent
-            parent.used = max(parent.used, entry.used)
+        if parent.children == 0:
             self._push_leaf(entry.parent, parent)
 
     def check(self) -> None:
