@@ -47,6 +47,7 @@ class CapturedRound:
     """
 
     def __init__(self, decode_round: DecodeRound, pool: Any) -> None:
+        self._round = decode_round  # its constants are read by the graph: they must live as long
         self.inputs = decode_round.inputs
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
