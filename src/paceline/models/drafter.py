@@ -12,7 +12,7 @@ The embedding and the head are the target's, never copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -51,6 +51,17 @@ class Chain(NamedTuple):
     runner_up: Tensor
     logits: Tensor
     confidence: Tensor | None
+
+
+class _Step(NamedTuple):
+    """One slot of a chain: corrected logits, what the choice was made from, the best draft id, the token
+    taken.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    best: Tensor
+    token: Tensor
 
 
 class DraftLayer(nn.Module):
@@ -306,6 +317,12 @@ class Drafter(nn.Module):
         drafts = hidden[..., first : first + (num_drafts or self.config.max_drafts), :]
         return DraftSlots(drafts, self.head(drafts))
 
+    def draft(
+        self, slots: DraftSlots, anchors: Tensor, noise: Callable[[int, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Only the tokens of :meth:`chain`: int64 [*, g]."""
+        return torch.stack([step.token for step in self._walk(slots, anchors, None, noise)], dim=-1)
+
     def chain(
         self,
         slots: DraftSlots,
@@ -325,10 +342,27 @@ class Drafter(nn.Module):
             given: int [*, g], target ids that are taken as drafted; -1 where the drafter chooses.
             noise: maps (slot, corrected logits) to what the choice is made from, for sampled requests.
         """
+        steps = list(self._walk(slots, anchors, given, noise))
+        seconds = [step.scores.scatter(-1, step.best[..., None], float("-inf")).argmax(-1) for step in steps]
+        before = torch.stack([anchors.long(), *(step.token for step in steps[:-1])], dim=-1)
+        return Chain(
+            torch.stack([step.token for step in steps], dim=-1),
+            self._to_target(torch.stack(seconds, dim=-1)),
+            torch.stack([step.logits for step in steps], dim=-2),
+            self.confidence_logits(slots.hidden, before),
+        )
+
+    def _walk(
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        given: Tensor | None,
+        noise: Callable[[int, Tensor], Tensor] | None,
+    ) -> Iterator[_Step]:
+        """The sequential part: one slot after the other, each seeing the token chosen before it."""
         previous = anchors.long()
         head = self.markov_head
         state = None if head is None else head.initial_state(slots.hidden[..., 0, :])
-        tokens, runner_up, corrected, before = [], [], [], []
         for slot in range(slots.hidden.shape[-2]):
             logits = slots.logits[..., slot, :]
             if head is not None and state is not None:
@@ -336,20 +370,10 @@ class Drafter(nn.Module):
                 logits = logits + head.markov_w2(z).float()
             scores = logits if noise is None else noise(slot, logits)
             best = scores.argmax(-1)
-            second = scores.scatter(-1, best[..., None], float("-inf")).argmax(-1)
-            before.append(previous)
             previous = self._to_target(best)
             if given is not None:
                 previous = torch.where(given[..., slot] < 0, previous, given[..., slot].long())
-            tokens.append(previous)
-            runner_up.append(self._to_target(second))
-            corrected.append(logits)
-        return Chain(
-            torch.stack(tokens, dim=-1),
-            torch.stack(runner_up, dim=-1),
-            torch.stack(corrected, dim=-2),
-            self.confidence_logits(slots.hidden, torch.stack(before, dim=-1)),
-        )
+            yield _Step(logits, scores, best, previous)
 
     def teacher_forced(self, slots: DraftSlots, previous: Tensor) -> Tensor:
         """Corrected logits [*, g, draft vocabulary] when the token before each slot is known: int [*, g]."""

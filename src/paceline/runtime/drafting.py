@@ -34,6 +34,9 @@ class DraftStage:
         num_drafts: drafts per round, at most the drafter's block holds.
         window: the drafter attends to so many last tokens only; None for no limit.
         captures: the store of tap rows, [capture slots, P, n * d]; None for paged draft state.
+
+    Attributes:
+        capture_rows: that store.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class DraftStage:
         self.drafter = drafter
         self.cache = cache
         self.num_drafts = num_drafts
+        self.capture_rows = captures
         self._state = state
         self._width = drafter.config.block_size
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
@@ -122,10 +126,10 @@ class DraftStage:
         anchors = state.tokens.view(-1)[flat]
         context = PagedContext(self.cache, self._layout(slots, starts, count, max_context, unreserved))
         slots_out = self.drafter.slots(self.drafter(anchors, starts, context), self.num_drafts)
-        chain = self.drafter.chain(slots_out, anchors, noise=self._noise(slots, starts) if noise else None)
+        drafts = self.drafter.draft(slots_out, anchors, self._noise(slots, starts) if noise else None)
         offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
         target = flat[:, None] + offsets  # [N, g]
-        state.tokens.view(-1).index_copy_(0, target.view(-1), chain.tokens.view(-1).to(torch.int32))
+        state.tokens.view(-1).index_copy_(0, target.view(-1), drafts.view(-1).to(torch.int32))
 
     def _layout(
         self,
