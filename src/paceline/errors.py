@@ -40,9 +40,22 @@ class ContextLengthError(RequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
+class RequestFailedError(PacelineError, RuntimeError):
+    """One request failed inside the engine, through no fault of its sender; no other request is affected."""
+
+
 class EngineDeadError(PacelineError, RuntimeError):
     """The engine stopped; requests in flight were lost and new ones are refused until it is back."""
 
 
 class InvariantError(PacelineError, AssertionError):
     """An internal invariant does not hold: a defect of Paceline, never of the user's input."""
+
+
+def shown(value: object) -> str:
+    """A refused value for an error message, short whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # of an int past 4,300 digits
+        text = "an integer of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rich.console import Console
@@ -12,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
 from paceline.engine.frontend import Frontend, Prompt, RequestState
-from paceline.engine.messages import EngineInfo, EngineStats
+from paceline.engine.messages import EngineInfo, EngineStats, SequenceOutput
 from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.errors import PacelineError, RequestError
+from paceline.errors import RequestError, RequestFailedError, shown
 from paceline.sampling.params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -52,6 +56,9 @@ class LLM:
             chat_template=chat_template,
         )
         self._ids = itertools.count()
+        self._runs: dict[str, _Run] = {}
+        # Steps serve every open call, whichever thread takes them: calls may overlap.
+        self._lock = threading.RLock()
 
     def make_sampling_params(self, **given: Any) -> SamplingParams:
         """Sampling parameters with the checkpoint's defaults under what is given; with nothing given, a
@@ -119,9 +126,8 @@ class LLM:
         Raises:
             RequestError: a conversation or parameter is refused.
         """
-        if not messages:
-            raise RequestError("messages is empty; give at least one message.", param="messages")
-        conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        conversations: list[Any] = list(messages) if many else [messages]
         rendered: list[tuple[list[int], str | None]] = [
             (
                 self._frontend.render_chat(
@@ -139,10 +145,14 @@ class LLM:
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str | Mapping):
             return [prompts]
-        items: list[Any] = list(prompts)
-        if items and all(isinstance(item, int) for item in items):
-            return [items]  # one prompt of token ids
-        return items
+        if not isinstance(prompts, list | tuple | range):
+            raise RequestError(
+                f"prompts must be text, token ids, a dict, or a list of these, got {shown(prompts)}.",
+                param="prompts",
+            )
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [cast(Prompt, prompts)]  # one prompt of token ids
+        return list(cast(Sequence[Prompt], prompts))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -156,16 +166,14 @@ class LLM:
         Raises:
             RequestError: refused. Closing the iterator aborts the request.
         """
-        if not isinstance(prompt, str | Mapping) and prompt and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
             ids, text = self._frontend.render_chat(cast(Sequence[Message], prompt)), None
         else:
             ids, text = self._frontend.tokenize(cast(Prompt, prompt))
-        states = self._submit([(ids, text)], [sampling_params or self._frontend.default_params()], [0])
-        try:
-            for state, update in self._updates(states):
+        params = self._frontend.default_params() if sampling_params is None else sampling_params
+        with self._submit([(ids, text)], [params], [0]) as run:
+            for state, update in self._updates(run):
                 yield state.output([update])
-        finally:
-            self._core.abort(list(states))
 
     def _run(
         self,
@@ -177,67 +185,95 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self._frontend.default_params()] * len(prompts)
         else:
-            params = list(sampling_params)
-        priorities = [0] * len(prompts) if priority is None else list(priority)
+            params = _listed("sampling_params", sampling_params)
+        priorities = [0] * len(prompts) if priority is None else _listed("priority", priority)
         for name, count in (("sampling_params", len(params)), ("priority", len(priorities))):
             if count != len(prompts):
                 raise RequestError(
                     f"{count} {name} for {len(prompts)} prompts; give one for all, or one each."
                 )
-        states = self._submit(prompts, params, priorities)
-        try:
-            self._drive(states, use_tqdm)
-        finally:
-            self._core.abort(
-                list(states)
-            )  # after Ctrl-C nothing may be left behind; else there is nothing to abort
-        return [state.output(state.outputs) for state in states.values()]
+        with self._submit(prompts, params, priorities) as run:
+            self._drive(run, use_tqdm)
+        return [state.output(state.outputs) for state in run.states.values()]
 
+    @contextlib.contextmanager
     def _submit(
         self,
         prompts: Sequence[tuple[list[int], str | None]],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
-    ) -> dict[str, RequestState]:
-        """Queue requests: all, or none if one is refused."""
-        states: dict[str, RequestState] = {}
+    ) -> Iterator[_Run]:
+        """Queue requests: all, or none if one is refused. At the end nothing of them is left, whatever ended
+        it."""
+        run = _Run()
         try:
             for (ids, text), chosen, priority in zip(prompts, params, priorities, strict=True):
-                state = self._frontend.prepare(
-                    f"llm-{next(self._ids)}", ids, chosen, prompt=text, priority=priority
-                )
-                self._core.add(state.request)
-                states[state.request.request_id] = state
-        except BaseException:
-            self._core.abort(list(states))
-            raise
-        return states
+                request_id = f"llm-{next(self._ids)}"
+                state = self._frontend.prepare(request_id, ids, chosen, prompt=text, priority=priority)
+                run.states[request_id] = state
+            with self._lock:
+                for request_id, state in run.states.items():
+                    self._runs[request_id] = run
+                    self._core.add(state.request)
+            yield run
+        finally:
+            with self._lock:
+                self._core.abort(list(run.states))
+                for request_id in run.states:
+                    self._runs.pop(request_id, None)
 
-    def _updates(self, states: Mapping[str, RequestState]) -> Iterator[tuple[RequestState, CompletionOutput]]:
-        """Step until every request has ended, yielding what is new."""
-        while not all(state.finished for state in states.values()):
-            for output in self._core.step():
-                state = states.get(output.request_id)
-                if state is None:
-                    continue
+    def _updates(self, run: _Run) -> Iterator[tuple[RequestState, CompletionOutput]]:
+        """Step until every request of a call has ended, yielding what is new."""
+        unfinished = set(run.states)
+        while unfinished:
+            with self._lock:
+                if not run.outputs:  # else another open call has stepped for this one
+                    self._step()
+            while run.outputs:
+                output = run.outputs.popleft()
+                state = run.states[output.request_id]
                 update, stop = state.take(output)
                 if stop:
-                    self._core.stop_sequence(output.request_id, output.index)
+                    with self._lock:
+                        self._core.stop_sequence(output.request_id, output.index)
                 if state.error is not None:
-                    raise PacelineError(f"Request {output.request_id} failed: {state.error}")
+                    raise RequestFailedError(f"Request {output.request_id} failed: {state.error}")
+                if state.finished:
+                    unfinished.discard(output.request_id)
                 if update is not None:
                     yield state, update
 
-    def _drive(self, states: Mapping[str, RequestState], show: bool) -> None:
+    def _step(self) -> None:
+        """One step of the engine; hands what it produced to the calls it belongs to."""
+        for output in self._core.step():
+            run = self._runs.get(output.request_id)
+            if run is not None:
+                run.outputs.append(output)
+
+    def _drive(self, run: _Run, show: bool) -> None:
         """Run to the end with a progress bar."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(
             *columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True), disable=not show
         ) as bar:
-            task = bar.add_task("Prompts", total=len(states), rate="")
+            task = bar.add_task("Prompts", total=len(run.states), rate="")
             tokens = 0
-            for state, update in self._updates(states):
+            for state, update in self._updates(run):
                 tokens += len(update.token_ids)
                 if update.finished and state.finished:
                     elapsed = bar.tasks[task].elapsed or 0.0
                     bar.update(task, advance=1, rate=f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "")
+
+
+@dataclass(slots=True)
+class _Run:
+    """The requests of one call, and what the engine has produced for them since it last looked."""
+
+    states: dict[str, RequestState] = field(default_factory=dict)
+    outputs: deque[SequenceOutput] = field(default_factory=deque)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, list | tuple):
+        raise RequestError(f"{name} must be given one for all or as a list, got {shown(values)}.", param=name)
+    return list(values)

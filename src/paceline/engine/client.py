@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +32,7 @@ from paceline.engine.messages import (
     EngineInfo,
     EngineStats,
     OutputBatch,
+    RequestRefused,
     ResetPrefixCache,
     SequenceOutput,
     Shutdown,
@@ -40,7 +41,7 @@ from paceline.engine.messages import (
     ToEngine,
 )
 from paceline.engine.outputs import RequestOutput
-from paceline.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+from paceline.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, RequestFailedError
 from paceline.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,14 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     chat_template: str | None = None
+
+
+def _plain_value(value: object) -> object:
+    """Numbers and texts of a subclass, such as numpy's float64, as what they are to the engine."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to the engine")
 
 
 class _Stream:
@@ -83,7 +92,7 @@ class AsyncEngine:
         self._socket: zmq.asyncio.Socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._decoder: msgspec.msgpack.Decoder[OutputBatch] = msgspec.msgpack.Decoder(OutputBatch)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_value)
         self._streams: dict[str, _Stream] = {}
         self._queries: dict[int, asyncio.Future[EngineStats]] = {}
         self._query_ids = itertools.count(1)
@@ -175,6 +184,8 @@ class AsyncEngine:
     def _dispatch(self, item: object) -> None:
         if isinstance(item, SequenceOutput):
             self._deliver(item)
+        elif isinstance(item, RequestRefused):
+            self._end(item.request_id, RequestError(item.message, param=item.param, code=item.code))
         elif isinstance(item, EngineStats):
             future = self._queries.pop(item.query_id, None)
             if future is not None and not future.done():
@@ -187,17 +198,15 @@ class AsyncEngine:
         if stream is None:
             return  # aborted while this was on its way
         if output.error is not None:
-            self._streams.pop(output.request_id)
-            self._send(AbortRequests(request_ids=[output.request_id]))
-            stream.queue.put_nowait(RequestError(output.error))
+            self._end(output.request_id, RequestFailedError(output.error))
             return
         try:
             update, stop = stream.state.take(output)
         except Exception as error:  # the text of one request must not end the reader of all
             logger.exception("The text of request %s could not be made.", output.request_id)
-            self._streams.pop(output.request_id)
-            self._send(AbortRequests(request_ids=[output.request_id]))
-            stream.queue.put_nowait(RequestError(f"{type(error).__name__} while decoding the output."))
+            self._end(
+                output.request_id, RequestFailedError(f"{type(error).__name__} while decoding the output.")
+            )
             return
         if update is None:
             return
@@ -207,17 +216,17 @@ class AsyncEngine:
         if stream.state.finished:
             self._streams.pop(output.request_id, None)
 
+    def _end(self, request_id: str, error: Exception) -> None:
+        """End one request with an error, here and in the engine."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._send(AbortRequests(request_ids=[request_id]))
+            stream.queue.put_nowait(error)
+
     async def _restart(self, reason: str) -> bool:
         """Fail what was in flight and start again. False when it died too often or the engine is closing."""
         self._dead = reason
-        error = EngineDeadError(f"The engine stopped: {reason}. The request was lost; send it again.")
-        for stream in self._streams.values():
-            stream.queue.put_nowait(error)
-        self._streams.clear()
-        for future in self._queries.values():
-            if not future.done():
-                future.set_exception(error)
-        self._queries.clear()
+        self._fail_all(EngineDeadError(f"The engine stopped: {reason}. The request was lost; send it again."))
         if self._closing:
             return False
         logger.error("The engine stopped: %s", reason)
@@ -234,6 +243,16 @@ class AsyncEngine:
                 continue
             logger.warning("The engine is back.")
             return True
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        """End everything that waits for the engine."""
+        for stream in self._streams.values():
+            stream.queue.put_nowait(error)
+        self._streams.clear()
+        for future in self._queries.values():
+            if not future.done():
+                future.set_exception(error)
+        self._queries.clear()
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -259,11 +278,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request: each output holds what is new. Closing the iterator aborts the request.
 
         Raises:
-            RequestError: the request is refused, or failed alone.
+            RequestError: the request is refused.
+            RequestFailedError: it failed alone.
             EngineDeadError: the engine is down or went down meanwhile.
         """
         ids, text = self.frontend.tokenize(prompt)
@@ -275,10 +295,12 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        async for output in self.stream(state):
-            yield output
+        # Without aclosing, the inner generator, and so the abort, would be left to the garbage collector.
+        async with contextlib.aclosing(self.stream(state)) as outputs:
+            async for output in outputs:
+                yield output
 
-    async def stream(self, state: RequestState) -> AsyncIterator[RequestOutput]:
+    async def stream(self, state: RequestState) -> AsyncGenerator[RequestOutput, None]:
         """Stream a prepared request. Closing the iterator aborts it."""
         request_id = state.request.request_id
         if request_id in self._streams:
@@ -349,10 +371,8 @@ class AsyncEngine:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
-        for stream in self._streams.values():
-            stream.queue.put_nowait(EngineDeadError("The engine was closed."))
-        self._streams.clear()
         self._dead = "it was closed"
+        self._fail_all(EngineDeadError("The engine was closed."))
         self._kill()
         self._context.destroy(0)
         shutil.rmtree(self._folder, ignore_errors=True)

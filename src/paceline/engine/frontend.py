@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.engine.messages import EngineInfo, EngineRequest, SequenceOutput
 from paceline.engine.outputs import BONUS, PLAIN, CompletionOutput, RequestMetrics, RequestOutput
-from paceline.errors import ConfigError, ContextLengthError, RequestError
+from paceline.errors import ConfigError, ContextLengthError, RequestError, shown
 from paceline.sampling.logprobs import Logprob
 from paceline.sampling.params import SamplingParams, validate
 from paceline.text.chat import ChatTemplate
@@ -26,6 +26,13 @@ from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Prompts that cannot fit are refused by their length in characters: tokenising 30 MB takes half a minute.
+_MAX_CHARS = 1 << 24
+_NORMALIZED = 4
+"""How much longer a text may be than what its tokens spell: Unicode normalisation composes up to three
+characters into one."""
+_PRIORITIES = range(-(2**31), 2**31)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}`` as vLLM takes them."""
@@ -204,7 +211,11 @@ class Frontend:
         self.defaults: GenerationDefaults = load_generation_defaults(info.folder, generation_config)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(info.folder)
         self.chat_template: ChatTemplate | None = None
+        self._max_chars = _MAX_CHARS
         if self.tokenizer is not None:
+            per_token = self.tokenizer.max_token_chars
+            if per_token is not None:
+                self._max_chars = _NORMALIZED * info.max_model_len * per_token
             self.chat_template = ChatTemplate.from_folder(info.folder, self.tokenizer, override=chat_template)
         elif chat_template is not None:
             raise ConfigError(
@@ -241,14 +252,32 @@ class Frontend:
                 f"{self.info.model} has no chat template. Use completions, or start with a chat template.",
                 param="messages",
             )
+        if not isinstance(messages, list | tuple) or not all(isinstance(item, Mapping) for item in messages):
+            raise RequestError(
+                'A conversation must be a list of messages such as {"role": "user", "content": "Hi"}, got '
+                f"{shown(messages)}.",
+                param="messages",
+            )
         if not messages:
             raise RequestError("messages is empty; give at least one message.", param="messages")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise RequestError(
+                f"chat_template_kwargs must map names to values, got {shown(template_kwargs)}.",
+                param="chat_template_kwargs",
+            )
         return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            max_chars=self._max_chars,
         )
 
-    def tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[list[int], str | None]:
         """Token ids of a prompt, and its text when it is text.
+
+        Args:
+            prompt: text, token ids, or a dict of either.
+            add_special_tokens: apply the tokenizer's post-processor to text.
 
         Raises:
             RequestError: neither text nor token ids, or text without a tokenizer.
@@ -268,11 +297,15 @@ class Frontend:
                     "The prompt is text, but the engine runs without a tokenizer. Pass token ids.",
                     param="prompt",
                 )
-            return self.tokenizer.encode(prompt), prompt
-        ids: list[Any] = list(prompt)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise RequestError("A prompt must be text or a list of integer token ids.", param="prompt")
-        return ids, None
+            if len(prompt) > self._max_chars:
+                raise ContextLengthError(
+                    f"This model's maximum context length is {self.info.max_model_len} tokens. However, your "
+                    f"prompt has {len(prompt)} characters; no text of more than {self._max_chars} can fit. "
+                    "Shorten the prompt.",
+                    param="prompt",
+                )
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt
+        return _token_ids(prompt), None
 
     # ------------------------------------------------------------------ requests
 
@@ -292,6 +325,14 @@ class Frontend:
             RequestError: names the parameter, what was given and what is allowed.
         """
         info = self.info
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            _check_text(name, value)
+        if not isinstance(priority, int) or isinstance(priority, bool) or priority not in _PRIORITIES:
+            raise RequestError(
+                f"priority must be an integer from {_PRIORITIES[0]} to {_PRIORITIES[-1]}, got "
+                f"{shown(priority)}.",
+                param="priority",
+            )
         validate(params, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
         changes: dict[str, Any] = {}
         if not prompt_token_ids:
@@ -347,3 +388,24 @@ class Frontend:
                 if ids and ids not in spellings:
                     spellings.append(ids)
         return spellings
+
+
+def _token_ids(prompt: object) -> list[int]:
+    # Anything that can be iterated would do, but bytes, sets and arrays are never meant as token ids.
+    if isinstance(prompt, list | tuple | range):
+        ids = list(prompt)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return ids
+    raise RequestError(
+        "A prompt must be text or a list of integer token ids (of an array, use tolist()), got "
+        f"{shown(prompt)}.",
+        param="prompt",
+    )
+
+
+def _check_text(name: str, value: object) -> None:
+    well_formed = isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    if not well_formed:
+        raise RequestError(
+            f"{name} must be a string without lone surrogates, got {shown(value)}.", param=name
+        )

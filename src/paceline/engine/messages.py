@@ -77,7 +77,16 @@ class SequenceOutput(msgspec.Struct, kw_only=True, tag="output"):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
-    """With finish_reason ``error``: what went wrong for this request."""
+    """With finish_reason ``error``: what went wrong inside the engine for this request."""
+
+
+class RequestRefused(msgspec.Struct, kw_only=True, tag="refused"):
+    """The engine does not take a request: what its ``RequestError`` says."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
 
 
 class EngineInfo(msgspec.Struct, kw_only=True, tag="info"):
@@ -147,10 +156,10 @@ class EngineFailure(msgspec.Struct, kw_only=True, tag="failure"):
     kind: Literal["config", "checkpoint", "internal"] = "internal"
 
 
-FromEngine = SequenceOutput | EngineInfo | EngineStats | EngineFailure
+FromEngine = SequenceOutput | RequestRefused | EngineInfo | EngineStats | EngineFailure
 
 
 class OutputBatch(msgspec.Struct, kw_only=True, tag="batch"):
     """Everything one step produced, as one message."""
 
-    items: list[SequenceOutput | EngineInfo | EngineStats | EngineFailure]
+    items: list[FromEngine]

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -24,8 +25,9 @@ from paceline.engine.messages import (
     AbortRequests,
     EngineFailure,
     EngineRequest,
-    EngineStats,
+    FromEngine,
     OutputBatch,
+    RequestRefused,
     ResetPrefixCache,
     SequenceOutput,
     Shutdown,
@@ -65,7 +67,7 @@ class EngineLoop:
         self._parent = os.getppid()
         self._running = True
 
-    def send(self, items: list[SequenceOutput | EngineStats | EngineFailure]) -> None:
+    def send(self, items: Sequence[FromEngine]) -> None:
         """Send one batch."""
         self._socket.send(self._encoder.encode(OutputBatch(items=list(items))))
 
@@ -76,7 +78,7 @@ class EngineLoop:
             if self._core.has_work:
                 outputs = self._core.step()
                 if outputs:
-                    self.send(list(outputs))
+                    self.send(outputs)
             elif os.getppid() != self._parent:
                 return
 
@@ -97,12 +99,16 @@ class EngineLoop:
             try:
                 core.add(message)
             except RequestError as error:
-                self.send([_refusal(message, str(error))])
+                refused = RequestRefused(
+                    request_id=message.request_id,
+                    message=error.message,
+                    param=error.param,
+                    code=error.code,
+                )
+                self.send([refused])
             except Exception as error:
                 logger.exception("Request %s could not be queued.", message.request_id)
-                self.send(
-                    [_refusal(message, f"{type(error).__name__}: the engine could not take the request.")]
-                )
+                self.send([_failed(message, f"{type(error).__name__}: it could not be queued.")])
         elif isinstance(message, AbortRequests):
             core.abort(message.request_ids)
         elif isinstance(message, StopSequence):
@@ -116,7 +122,7 @@ class EngineLoop:
             self._running = False
 
 
-def _refusal(request: EngineRequest, message: str) -> SequenceOutput:
+def _failed(request: EngineRequest, message: str) -> SequenceOutput:
     return SequenceOutput(
         request_id=request.request_id, index=0, token_ids=[], finish_reason="error", error=message
     )

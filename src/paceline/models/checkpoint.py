@@ -38,13 +38,17 @@ def resolve_folder(name_or_path: str | Path, *, revision: str | None = None) -> 
     """The local folder of a checkpoint; a hub name is downloaded (or taken from the hub's local cache).
 
     Args:
-        revision: branch, tag or commit on the hub; ignored for a local folder.
+        revision: branch, tag or commit on the hub; refused with a local folder, which has only one.
 
     Raises:
         CheckpointError: no such folder, and it is not a hub name or the hub cannot be reached.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision is {revision!r}, but {path} is a local folder: drop the revision"
+            )
         return path
     name = str(name_or_path)
     if path.is_file():

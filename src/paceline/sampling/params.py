@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, shown
 
 GREEDY_EPS = 1e-5
 """Temperatures below this are greedy (vLLM's ``_SAMPLING_EPS``)."""
@@ -89,8 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.stop, str):
             set_(self, "stop", [self.stop])
         for name in ("stop", "stop_token_ids", "bad_words"):
-            if getattr(self, name) is None:
-                set_(self, name, [])
+            value = getattr(self, name)
+            if value is None or isinstance(value, tuple):
+                set_(self, name, list(value or ()))
         if self.seed == -1:
             set_(self, "seed", None)
 
@@ -133,6 +134,8 @@ def validate(
         RequestError: with ``param`` the field's name; says what was given, what is allowed and what to do.
     """
     p = params
+    if not isinstance(p, SamplingParams):
+        raise _refusal("sampling_params", p, "SamplingParams", f"a {type(p).__name__} cannot be used")
     _check_int("n", p.n, 1, max_n)
     _check_number("temperature", p.temperature, 0.0, MAX_TEMPERATURE, "use 0 for greedy decoding")
     _check_int("top_k", p.top_k, -1, MAX_TOKENS, "use 0 or -1 to keep all tokens")
@@ -261,11 +264,5 @@ def _check_texts(name: str, texts: object, limit: int, max_len: int) -> None:
 
 
 def _refusal(name: str, value: object, allowed: str, advice: str = "", what: str = "") -> RequestError:
-    # repr of a huge int raises ValueError past 4,300 digits, and a long string would be echoed back whole
-    try:
-        given = repr(value)
-    except ValueError:
-        given = "an integer of thousands of digits"
-    given = given if len(given) <= 80 else given[:77] + "..."
     end = f": {advice}." if advice else "."
-    return RequestError(f"{what or name} must be {allowed}, got {given}{end}", param=name)
+    return RequestError(f"{what or name} must be {allowed}, got {shown(value)}{end}", param=name)

@@ -24,7 +24,8 @@ class EngineClient(Protocol):
         An async generator: closing it aborts the request.
 
         Raises:
-            RequestError: the request failed alone.
+            RequestError: the request is refused.
+            RequestFailedError: it failed alone.
             EngineDeadError: the engine is down or went down meanwhile.
         """
 

@@ -119,25 +119,27 @@ async def render_chat(
             template_kwargs=template_kwargs,
         )
 
-    size = sum(len(message["content"]) for message in plain if isinstance(message["content"], str))
-    return await _maybe_in_thread(render, size)
+    return await in_thread_if_long(render, sum(_text_len(message["content"]) for message in plain))
+
+
+def _text_len(content: str | list[dict[str, Any]]) -> int:
+    """Characters of a message: a text, or parts of which some may be texts."""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(text) for part in content if isinstance(text := part.get("text"), str))
 
 
 async def _tokenize(
     frontend: Frontend, prompt: str | list[int], add_special_tokens: bool | None
 ) -> tuple[list[int], str | None]:
-    tokenizer = frontend.tokenizer
-    if isinstance(prompt, str) and tokenizer is not None and add_special_tokens is False:
-        text = prompt
-        return await _maybe_in_thread(
-            lambda: tokenizer.encode(text, add_special_tokens=False), len(text)
-        ), text
-    return await _maybe_in_thread(
-        lambda: frontend.tokenize(prompt), len(prompt) if isinstance(prompt, str) else 0
+    return await in_thread_if_long(
+        lambda: frontend.tokenize(prompt, add_special_tokens=add_special_tokens is not False),
+        len(prompt) if isinstance(prompt, str) else 0,
     )
 
 
-async def _maybe_in_thread(work: Callable[[], _T], size: int) -> _T:
+async def in_thread_if_long(work: Callable[[], _T], size: int) -> _T:
+    """The result of ``work``; in a thread when it is about a text of more than ``_THREAD_CHARS``."""
     return await asyncio.to_thread(work) if size > _THREAD_CHARS else work()
 
 

@@ -18,7 +18,7 @@ from paceline.observability.metrics import CONTENT_TYPE, Metrics
 from paceline.server.engine_client import EngineClient
 from paceline.server.errors import HTTPError, json_response
 from paceline.server.options import ServeOptions
-from paceline.server.requests import chat_state, completion_states, render_chat
+from paceline.server.requests import chat_state, completion_states, in_thread_if_long, render_chat
 from paceline.server.responses import ChatWriter, CompletionWriter, Json, Writer
 from paceline.server.schema import (
     ChatCompletionRequest,
@@ -171,7 +171,10 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either prompt or messages.", param="prompt")
         if body.prompt is not None:
-            ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            text, special = body.prompt, body.add_special_tokens is not False
+            ids = await in_thread_if_long(
+                lambda: tokenizer.encode(text, add_special_tokens=special), len(text)
+            )
         else:
             assert body.messages is not None
             ids = await render_chat(
@@ -195,11 +198,14 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
                     f"tokens has the id {token}; ids are below {service.frontend.info.vocab_size}.",
                     param="tokens",
                 )
-        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        prompt = await in_thread_if_long(
+            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), len(body.tokens)
+        )
+        return json_response({"prompt": prompt})
 
 
 def _add_operation(router: APIRouter, service: Service) -> None:
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         await service.client.health()
         return json_response({"status": "ok"})

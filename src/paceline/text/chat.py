@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from paceline.errors import CheckpointError, ConfigError, RequestError
+from paceline.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, shown
 from paceline.text.shield import map_strings, strings_in
 from paceline.text.tokenizer import Tokenizer, read_json_object
 
@@ -170,9 +170,9 @@ class ChatTemplate:
             for part in template.generate(names):
                 length += len(part)
                 if length > max_chars:
-                    raise RequestError(
-                        f"the rendered conversation is longer than {max_chars} characters: send less text.",
-                        param="messages",
+                    raise ContextLengthError(
+                        f"the rendered conversation is longer than {max_chars} characters, more than the "
+                        "maximum context length can hold: send less text."
                     )
                 parts.append(part)
         except RequestError:
@@ -298,6 +298,9 @@ def _check_nesting(value: Any, depth: int = 0) -> None:
 
 
 def _read_override(override: str) -> str:
+    if not isinstance(override, str | Path):
+        raise ConfigError(f"chat_template must be a path or Jinja text, got {shown(override)}.")
+    override = str(override)
     if "{" in override or "\n" in override:
         return override
     path = Path(override)

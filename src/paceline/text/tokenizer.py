@@ -211,6 +211,12 @@ class Tokenizer:
         """A token as readable text, for log-probabilities: U+FFFD where it is only a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    @functools.cached_property
+    def max_token_chars(self) -> int | None:
+        """Characters that no token's text exceeds; None where a token may stand for any text (unknown
+        words)."""
+        return max(map(len, self._backend.get_vocab())) if self.byte_level else None
+
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id. ``generation_config.json`` may name more."""
