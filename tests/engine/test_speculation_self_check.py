@@ -22,7 +22,7 @@ from support.engines import DRAFTERS, GOLDEN, golden_cases, golden_core
 
 
 def prompt() -> list[int]:
-    """One the golden drafters were taught, with a text that does not repeat: there even shifted blocks fit."""
+    """One the drafters were taught, whose text does not repeat: a shifted block would fit one that does."""
     ids: list[int] = golden_cases("qwen3_tiny")[5]["input_ids"].tolist()
     return ids
 

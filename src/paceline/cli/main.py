@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import engine_options, sampling_options
+from paceline.cli.prove import prove
 from paceline.cli.train import train_drafter
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
@@ -190,6 +191,7 @@ def bench_speculation(
 
 
 app.command()(train_drafter)
+app.command()(prove)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ why it is asked for in fp32 on a CPU, where no result depends on how rows are ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,12 @@ class Sampling:
     name: str
     fields: Mapping[str, Any]
 
-    def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
-        """Parameters of ``count`` requests."""
+    def params(self, count: int, max_tokens: int, series: int = 0) -> list[SamplingParams]:
+        """Parameters of ``count`` requests; every series has other seeds."""
         return [
-            SamplingParams(seed=1000 + i, max_tokens=max_tokens, ignore_eos=True, **self.fields)
+            SamplingParams(
+                seed=1000 + i + series * 1_000_000, max_tokens=max_tokens, ignore_eos=True, **self.fields
+            )
             for i in range(count)
         ]
 
@@ -69,6 +71,7 @@ class Mode:
         speculative: fields of the speculative config that differ; None switches speculation off.
         lookahead: steps in flight.
         passes: how often the prompts are run; from the second on they are in the prefix cache.
+        share: only every so many-th prompt is run: for modes of many small steps.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Mode:
     speculative: Mapping[str, Any] | None = field(default_factory=dict)
     lookahead: int = 0
     passes: int = 1
+    share: int = 1
 
 
 def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 16) -> list[Mode]:
@@ -84,11 +88,11 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
     # The longest sequence and little more fits: with eight running, somebody has to go.
     scarce = -(-longest // block_size) + 4
     return [
-        Mode("plain, one at a time", {"max_num_seqs": 1}, speculative=None),
+        Mode("plain, one at a time", {"max_num_seqs": 1}, speculative=None, share=4),
         Mode("drafts"),
         Mode("drafts, cached", passes=2),
-        Mode("drafts, one at a time", {"max_num_seqs": 1}),
-        Mode("drafts, chunks of 11 rows", {"max_num_seqs": 8, "max_num_batched_tokens": 11}),
+        Mode("drafts, one at a time", {"max_num_seqs": 1}, share=4),
+        Mode("drafts, chunks of 11 rows", {"max_num_seqs": 8, "max_num_batched_tokens": 11}, share=4),
         Mode("drafts, preempted", {"max_num_seqs": 8, "num_blocks": scarce}),
         Mode("drafts, lookahead", lookahead=1, passes=2),
         Mode("drafts, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, lookahead=1),
@@ -165,29 +169,20 @@ class LosslessProof:
     def _plain(self) -> Reference:
         """What each prompt gives without drafts and cache."""
         core = self.core(Mode("plain", {"enable_prefix_caching": False}, speculative=None))
-        return {
-            sampling.name: tokens_of(self._complete(core, sampling, None)) for sampling in self._samplings
-        }
+        return {sampling.name: tokens_of(self._complete(core, sampling, 1)) for sampling in self._samplings}
 
-    def _complete(
-        self, core: EngineCore, sampling: Sampling, count: int | None
-    ) -> list[list[SequenceOutput]]:
-        prompts = self._prompts[:count]
-        return complete(core, prompts, sampling.params(len(prompts), self._max_tokens))
+    def _complete(self, core: EngineCore, sampling: Sampling, share: int) -> list[list[SequenceOutput]]:
+        params = sampling.params(len(self._prompts), self._max_tokens)
+        return complete(core, self._prompts[::share], params[::share])
 
-    def run(
-        self,
-        mode: Mode,
-        count: int | None = None,
-        on_result: Callable[[ModeResult], None] | None = None,
-    ) -> list[ModeResult]:
+    def run(self, mode: Mode, share: int = 1) -> list[ModeResult]:
         """All samplings in a mode, on one engine whose cache is emptied in between.
 
         Args:
             mode: how to run.
-            count: prompts to run, the first ones; None for all.
-            on_result: called with each result.
+            share: only every so many-th prompt, on top of the mode's own share.
         """
+        share *= mode.share
         core = self.core(mode)
         results = []
         for sampling in self._samplings:
@@ -195,9 +190,9 @@ class LosslessProof:
             result = ModeResult(mode.name, sampling.name)
             before = msgspec.structs.replace(core.stats())
             for number in range(mode.passes):
-                outputs = self._complete(core, sampling, count)
+                outputs = self._complete(core, sampling, share)
                 result.num_prompts = len(outputs)
-                self._compare(result, tokens_of(outputs), self.reference[sampling.name][:count])
+                self._compare(result, tokens_of(outputs), self.reference[sampling.name][::share])
                 result.violations += nothing_held(core)
                 if number:
                     result.num_cached_tokens += sum(group[0].num_cached_tokens for group in outputs)
@@ -207,14 +202,18 @@ class LosslessProof:
             result.accept_length = 1 + accepted / rounds if rounds else None
             result.num_preemptions = stats.num_preemptions - before.num_preemptions
             results.append(result)
-            if on_result is not None:
-                on_result(result)
         return results
 
     @staticmethod
     def _compare(result: ModeResult, got: list[list[int]], expected: list[list[int]]) -> None:
         result.num_tokens += sum(len(tokens) for tokens in expected)
         result.violations += same_tokens(expected, got)
-        for want, have in zip(expected, got, strict=True):
-            at = first_difference(want, have)
-            result.num_differing += 0 if at is None else max(len(want) - at, 1)
+        result.num_differing += count_differing(expected, got)
+
+
+def count_differing(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> int:
+    """Tokens at or after the first difference of their sequence."""
+    differences = (first_difference(want, have) for want, have in zip(expected, got, strict=True))
+    return sum(
+        max(len(want) - at, 1) for want, at in zip(expected, differences, strict=True) if at is not None
+    )
