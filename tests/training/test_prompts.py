@@ -94,6 +94,7 @@ def test_held_out_prompts_share_nothing_with_training() -> None:
     docs = Documents.of([[i] for i in range(40)], 300, [0] * 40, [1.0] * 40, [i // 2 for i in range(40)])
     train, held = split(docs, 0.2, seed=1)
     assert len(held) == 8 and not set(held.source) & set(train.source)
+    assert set(split(docs, 0.2, seed=2)[1].source) != set(held.source)
     with pytest.raises(ConfigError, match="too few"):
         split(docs.subset(np.array([0, 1])), 0.1, seed=0)
 
