@@ -42,7 +42,6 @@ class BatchPlan:
         documents: answers.
         tokens_per_step: padded tokens of a step, over all processes.
         anchor_every: one block per so many padded tokens.
-        block_reach: tokens an anchor needs after it, at least.
         world_size: processes that share each batch; rows are a multiple of it.
         seed: order and anchors.
     """

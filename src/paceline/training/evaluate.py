@@ -40,7 +40,8 @@ class Evaluation:
     Attributes:
         greedy: greedy answers, greedy drafts.
         shared_noise, rejection, greedy_drafts: sampled answers under the three rules.
-        marginal: per rule and draft, sum of the unconditional chance of acceptance, and the number of drafts.
+        simulated: sampled answers, drafts drawn with the noise the target must have had.
+        marginal: per rule and draft, sum over ``num_marginal`` blocks of the unconditional chance.
         confidence: [N, g] raw confidences along drafts sampled with the engine's rule.
         stands: [N, g], whether the drafts up to each position were all accepted.
         group: [N], the answer each block belongs to.
