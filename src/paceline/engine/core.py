@@ -65,6 +65,7 @@ class EngineCore:
             pool,
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             drafting=drafting,
             draft_state=draft_state,

@@ -97,6 +97,7 @@ class Scheduler:
         pool: the block pool.
         max_num_seqs: number of slots.
         max_num_batched_tokens: rows per step.
+        max_model_len: positions a sequence may have.
         vocab_size: what a request for all logprobs means.
         drafting: the drafter's limits; None drafts nothing.
         draft_state: how the drafter's knowledge of the past is kept; None for paged.
@@ -108,6 +109,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
         vocab_size: int,
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
@@ -119,6 +121,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
         self.num_preemptions = 0
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._running: list[Sequence] = []
@@ -213,13 +216,15 @@ class Scheduler:
 
     def _claim(self, sequence: Sequence, budget: int, spare: int) -> Claim | None:
         """What ``sequence`` runs next within ``budget`` rows, at most ``spare`` of them drafts."""
-        rows = min(sequence.rows_wanted(), budget)
-        if rows == 0:
+        # A span in flight may have ended the sequence already: its successor must not pass the last position.
+        room = self.max_model_len - sequence.scheduled
+        rows = min(sequence.rows_wanted(), budget, room)
+        if rows <= 0:
             return None
         known = len(sequence.tokens) - sequence.scheduled
         sample = rows >= known
         left = sequence.tokens_left
-        drafts = max(0, min(sequence.drafted, spare, left - 1)) if known <= 1 else 0
+        drafts = max(0, min(sequence.drafted, spare, left - 1, room - rows)) if known <= 1 else 0
         # Worth drafting if the next round may still commit a draft and the token after it.
         propose = sample and sequence.can_draft and self.drafting.num_drafts > 0 and left - 1 >= 2
         rows += drafts

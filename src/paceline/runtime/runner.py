@@ -79,7 +79,8 @@ class Runner:
         sampling = SamplingState(
             max_num_seqs + 1, model.config.vocab_size, eos_token_ids=eos_token_ids, device=device
         )
-        lookahead = 0 if drafter is None else max(drafter.config.block_size, num_drafts)
+        # Two steps may be in flight, and each may have a drafter's block reserved behind its rows.
+        lookahead = 0 if drafter is None else 2 * max(drafter.config.block_size, num_drafts)
         self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, lookahead)
         self.drafting: DraftStage | None = None
         if drafter is not None and draft_cache is not None:
