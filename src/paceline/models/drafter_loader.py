@@ -30,6 +30,7 @@ _EMBEDDING: Final = "embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _OFFSETS: Final = "d2t"
 _MASK: Final = "t2d"
+STS_NAME: Final = "sts.json"
 _NUM_COMPARED: Final = 64  # rows of a stored copy that are compared with the target's
 
 
@@ -87,6 +88,8 @@ def load_drafter(
     compared with the target's: a drafter made for another target of the same size would otherwise only show
     as bad acceptance.
 
+    Confidences are calibrated when the folder has an ``sts.json`` (see :func:`read_sts`).
+
     Args:
         name_or_path: folder, or hub name, of any dialect (:mod:`paceline.models.drafter_dialects`).
         load_format: "auto" reads the weights; "dummy" draws random ones from ``seed``.
@@ -114,6 +117,8 @@ def load_drafter(
         if name in headers:
             _compare_rows(headers[name], name, ours, config.mask_token_id)
     stream_tensors(headers, targets, show_progress=show_progress, what="drafter weights")
+    if (folder / STS_NAME).is_file():
+        drafter.sts_temperatures.copy_(read_sts(folder / STS_NAME, config.max_drafts))
     drafter.freeze()
     return drafter
 
