@@ -43,10 +43,11 @@ def self_check(core: EngineCore, prompt: list[int], drafter: str) -> float | Non
         drafter: its name, for the warning.
 
     Returns:
-        Share of drafts accepted so far; None when the model is too short to tell.
+        Share of drafts accepted so far; None when context or cache are too short to tell.
     """
     num_drafts = core.scheduler.drafting.num_drafts
-    room = core.info.max_model_len - len(prompt)
+    info = core.info
+    room = min(info.max_model_len, info.num_blocks * info.block_size) - len(prompt)
     if room < 2 * (num_drafts + 1):
         return None
     params = SamplingParams(

@@ -255,9 +255,9 @@ class _Prover:
         core = self._engine()
         complete(core, self._prompts, GREEDY.params(len(self._prompts), self._options.max_tokens))
         stats = core.stats()
-        detail = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} greedy drafts stand"
+        detail = f"{stats.num_accepted_tokens:,} of {stats.num_draft_tokens:,} drafts"
         floor = acceptance_floor(stats.num_draft_tokens, stats.num_accepted_tokens)
-        yield Check("the drafter fits", detail, floor)
+        yield Check("drafts stand", detail, floor)
         yield Check("nothing is held afterwards", f"{core.pool.num_blocks} blocks", nothing_held(core))
 
     def _checks(self) -> Iterator[Check]:
@@ -284,7 +284,7 @@ class _Prover:
                 (((output,),)) = complete(core, [prompt], GREEDY.params(1, self._options.max_tokens))
                 counts.append((output.num_draft_tokens, output.num_accepted_tokens))
             by_share[f"{share} % cached"] = counts
-        name = f"{state}: acceptance is flat from 0 to 100 % cached"
+        name = f"{state}: same rounds with 0 to 100 % cached"
         if prompts:
             yield Check(name, f"{len(prompts)} prompts", flat_acceptance(by_share))
         greedy = redraft(drafter.drafter, recorder.rounds)
@@ -297,7 +297,7 @@ class _Prover:
         complete(core, self._prompts, PLAIN.params(len(self._prompts), self._options.max_tokens))
         sampled = redraft(drafter.drafter, recorder.rounds)
         yield Check(
-            f"{state}: noisy drafts stand as often as they should",
+            f"{state}: as many noisy drafts stand as should",
             f"{len(sampled):,} rounds",
             accepted_as_coupled(sampled),
         )

@@ -27,11 +27,11 @@ def show_modes(console: Console, title: str, results: Sequence[ModeResult]) -> N
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
     for name in names:
         table.add_column(name, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
     return table
 
 
@@ -42,12 +42,12 @@ def _show_exact(console: Console, title: str, results: Sequence[ModeResult]) -> 
         rows = [result for result in results if result.mode == mode]
         lengths = [result.accept_length for result in rows if result.accept_length is not None]
         table.add_row(
+            _mark([item for row in rows for item in row.violations]),
             mode,
             f"{sum(row.num_prompts for row in rows):,}",
             f"{sum(row.num_tokens for row in rows):,}",
             f"{sum(row.num_differing for row in rows):,}",
             f"{min(lengths):.2f} - {max(lengths):.2f}" if lengths else "-",
-            _mark([item for row in rows for item in row.violations]),
         )
     console.print(table)
     samplings = "; ".join(dict.fromkeys(result.sampling for result in results))
@@ -59,6 +59,7 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
     table = _table(title, ["mode", "sampling"], numbers)
     for result in results:
         table.add_row(
+            _mark(result.violations),
             result.mode,
             result.sampling,
             f"{result.num_tokens:,}",
@@ -66,11 +67,10 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
             f"{result.max_regret:.3f}",
             f"{result.mean_regret:.4f}",
             _law(result),
-            _mark(result.violations),
         )
     console.print(table)
     console.print(
-        f"[dim]Regret in nats, {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of the distribution tests.[/]\n"
+        f"[dim]Regret in nats, {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of its tests.[/]\n"
     )
 
 
@@ -81,14 +81,14 @@ def _law(result: ScoredResult) -> str:
 
 
 def _mark(violations: Sequence[object]) -> str:
-    return "[green]ok[/]" if not violations else f"[red]{len(violations)} violations[/]"
+    return "[green]ok[/]" if not violations else f"[red]{len(violations)} wrong[/]"
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
     """Print one row per check."""
     table = _table("Checks", ["check"], ["on"])
     for check in checks:
-        table.add_row(check.name, check.detail, _mark(check.violations))
+        table.add_row(_mark(check.violations), check.name, check.detail)
     console.print(table)
 
 
