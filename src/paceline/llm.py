@@ -20,6 +20,7 @@ from paceline.engine.messages import EngineInfo, EngineStats, SequenceOutput
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.errors import RequestError, RequestFailedError, shown
 from paceline.sampling.params import SamplingParams
+from paceline.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -73,6 +74,16 @@ class LLM:
     def info(self) -> EngineInfo:
         """What is served and its limits."""
         return self._core.info
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: the engine was started without one.
+        """
+        if self._frontend.tokenizer is None:
+            raise RequestError("This engine works with token ids alone: it has no tokenizer.")
+        return self._frontend.tokenizer
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from paceline.cli.explain import coloured, legend
 from paceline.config import EngineConfig
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import RequestError
@@ -34,15 +35,26 @@ def _rate(output: RequestOutput) -> float:
 
 
 def generate(
-    engine: EngineConfig, prompts: list[str], sampling: dict[str, Any], generation_config: str
+    engine: EngineConfig,
+    prompts: list[str],
+    sampling: dict[str, Any],
+    generation_config: str,
+    explain: bool = False,
 ) -> None:
-    """Continue ``prompts`` and print each continuation after its prompt."""
+    """Continue ``prompts`` and print each continuation after its prompt; with ``explain`` each token in the
+    colour of how it came.
+    """
     llm = _load(engine, generation_config=generation_config)
     params = llm.make_sampling_params(**{"max_tokens": 128, **sampling})
     for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
         for completion in output.outputs:
             out.out(output.prompt or "", end="", style="dim")
-            out.out(completion.text)
+            if explain:
+                out.print(coloured(completion, llm.get_tokenizer()), soft_wrap=True)
+            else:
+                out.out(completion.text)
+        if explain and output.metrics is not None:
+            note.print(legend(output.outputs, output.metrics), soft_wrap=True)
 
 
 def chat(

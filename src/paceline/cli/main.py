@@ -56,6 +56,9 @@ def generate(
     generation_config: Annotated[
         str, typer.Option(help="auto applies the checkpoint's sampling defaults, none does not.")
     ] = "auto",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Colour each token by how it came: drafted, bonus or plain.")
+    ] = False,
     demo: Annotated[bool, typer.Option("--demo", help="Run a few prompts and show the speed.")] = False,
 ) -> None:
     """Continue texts and print them."""
@@ -65,7 +68,7 @@ def generate(
         local.demo(engine)
         return
     texts = prompts or [sys.stdin.read()]
-    local.generate(engine, texts, {**sampling, "n": n}, generation_config)
+    local.generate(engine, texts, {**sampling, "n": n}, generation_config, explain)
 
 
 @app.command()
