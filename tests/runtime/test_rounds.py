@@ -6,6 +6,7 @@ Rounds are what CUDA graphs are captured from; here they run on the CPU as they 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,15 @@ from paceline.models.attention import KVCache
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
+from paceline.proving.drive import Round, RoundRecorder
+from paceline.proving.gates import same_rounds
 from paceline.runtime.graphs import tiers
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.capture_cache import CaptureCache
+from paceline.speculation.counters import SpeculationCounters
+from paceline.speculation.draft_reserve import DraftReserve
+from paceline.speculation.draft_state import CaptureDraftState
 from support.engines import GOLDEN, complete, tokens_of
 
 NUM_BLOCKS = 96
@@ -41,7 +48,9 @@ def cache_for(config: Qwen3Config) -> KVCache:
     )
 
 
-def round_core(drafter_name: str | None, lookahead: int, slots: int = 6) -> EngineCore:
+def round_core(
+    drafter_name: str | None, lookahead: int, slots: int = 6, *, capture: bool = False
+) -> EngineCore:
     """An engine over the golden model whose simple spans run as rounds."""
     reference = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", num_blocks=NUM_BLOCKS))
     model = load_model(GOLDEN / "qwen3_tiny", device="cpu", dtype="float32")
@@ -56,6 +65,7 @@ def round_core(drafter_name: str | None, lookahead: int, slots: int = 6) -> Engi
         drafter=drafter,
         num_drafts=0 if drafter is None else drafter.config.max_drafts,
         draft_cache=None if drafter is None else cache_for(drafter.config.layers),
+        captures=torch.zeros(100, 16, 3 * 64) if capture else None,
         rounds="eager",
     )
     limits = (
@@ -66,7 +76,25 @@ def round_core(drafter_name: str | None, lookahead: int, slots: int = 6) -> Engi
     info = reference.info
     info.max_num_seqs = slots
     pool = BlockPool(NUM_BLOCKS, 16)
-    return EngineCore(runner, pool, info, max_num_batched_tokens=48, lookahead=lookahead, drafting=limits)
+    state = None
+    if capture:
+        limits = replace(limits, block_rows=0)
+        state = CaptureDraftState(
+            DraftReserve(NUM_BLOCKS, 16),
+            CaptureCache(80, 19),
+            draft_block=16,
+            max_positions=600,
+            counters=SpeculationCounters(limits.num_drafts),
+        )
+    return EngineCore(
+        runner,
+        pool,
+        info,
+        max_num_batched_tokens=48,
+        lookahead=lookahead,
+        drafting=limits,
+        draft_state=state,
+    )
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -91,12 +119,21 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("drafter", [None, "dspark_tiny_b7", "dflash_tiny_b16"])
-def test_rounds_change_no_token(drafter: str | None, lookahead: int) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "capture"),
+    [
+        (None, False),
+        ("dspark_tiny_b7", False),
+        ("dspark_tiny_b7", True),
+        ("dflash_tiny_b16", False),
+        ("dflash_tiny_b16", True),
+    ],
+)
+def test_rounds_change_no_token(drafter: str | None, capture: bool, lookahead: int) -> None:
     prompts, params = requests()
     plain = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu"))
     want = tokens_of(complete(plain, prompts, params))
-    core = round_core(drafter, lookahead)
+    core = round_core(drafter, lookahead, capture=capture)
     assert isinstance(core.runner, Runner) and core.runner.rounds is not None
     ran: list[int] = []
     run = core.runner.rounds.run
@@ -124,6 +161,42 @@ def test_what_is_nobodys_stays_untouched() -> None:
         used = {b for b in range(NUM_BLOCKS) if bool((cache.k[:, b] != 0).any())}
         assert len(used) <= 4, used
     assert int(runner.state.num_computed[runner.state.spare]) == 0
+
+
+def test_captured_draft_state_is_the_same_in_rounds() -> None:
+    """Cold, warm, by rounds and by generic steps: the same drafts, round for round."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [list(range(5, 55)), list(range(60, 97)), [7, 8, 9] * 8]
+    seen = []
+    for generic in (True, False):
+        core = round_core("dspark_tiny_b7", 0, capture=True)
+        runner = core.runner
+        assert isinstance(runner, Runner)
+        if generic:
+            runner.rounds = None
+        for _ in range(2):
+            recorder = RoundRecorder.on(core)
+            for prompt in prompts:
+                complete(core, [prompt], greedy)
+            seen.append([Round(0, r.context, r.drafts, r.tokens) for r in recorder.rounds])
+            core.runner = runner
+        assert core.stats().draft_state["hits"] == 3
+    assert len(seen[0]) > 10
+    for other in seen[1:]:
+        assert not same_rounds(seen[0], other)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_rounds_at_the_end_of_the_context(capture: bool) -> None:
+    """Rows nobody asked for lie past the last position."""
+    prompts = [[5 + i % 300 for i in range(500)], [9, 8, 7]]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", num_blocks=NUM_BLOCKS))
+    assert plain.info.max_model_len == 512
+    want = tokens_of(complete(plain, prompts, greedy))
+    core = round_core("dflash_tiny_b16", 1, capture=capture)
+    for _ in range(2):
+        assert tokens_of(complete(core, prompts, greedy)) == want
 
 
 def test_tiers_end_at_the_number_of_slots() -> None:

@@ -107,7 +107,7 @@ class DraftStage:
         max_context: int,
         *,
         noise: bool,
-        unreserved: tuple[Tensor, int] | None = None,
+        unreserved: Tensor | None = None,
     ) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
 
@@ -116,9 +116,8 @@ class DraftStage:
             count: N.
             max_context: upper bound of the anchors' positions + 1.
             noise: whether any of the slots draws at random.
-            unreserved: which of the sequences, bool [N], have no blocks for a proposal, and the first cache
-                slot of a scratch block: what is drafted for them is not used and must not be written anywhere
-                    else.
+            unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
+                them is not used, and is written to the scratch block.
         """
         state = self._state
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
@@ -137,7 +136,7 @@ class DraftStage:
         starts: Tensor,
         count: int,
         max_context: int,
-        unreserved: tuple[Tensor, int] | None,
+        unreserved: Tensor | None,
     ) -> RowLayout:
         """Rows of N blocks: positions start … start + W - 1 of each slot."""
         state, width = self._state, self._width
@@ -146,8 +145,10 @@ class DraftStage:
         row_seq = step[:-1].repeat_interleave(width, output_size=count * width)
         kv_slots = cache_slots(self._tables, state.block_size, slots[row_seq], positions)
         if unreserved is not None:
-            without, scratch = unreserved
-            kv_slots = torch.where(without[row_seq], scratch + positions % state.block_size, kv_slots)
+            # Block 0 is nobody's when rows are captured; with paged draft state the last one is.
+            block = self.cache.k.shape[1] - 1 if self._captures is None else 0
+            scratch = block * state.block_size + positions % state.block_size
+            kv_slots = torch.where(unreserved[row_seq], scratch, kv_slots)
         return RowLayout(
             slots=slots,
             row_start=step * width,

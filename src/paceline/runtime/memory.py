@@ -154,7 +154,7 @@ class MemoryPlan:
 
     @property
     def draft_blocks(self) -> int:
-        """Blocks of the drafter's K/V; with captures, one takes the rows of sequences that do not draft."""
+        """Blocks of the drafter's K/V; one takes the rows of rounds and of sequences that do not draft."""
         return self.num_blocks + (self.rounds or self.captures is not None)
 
 
@@ -178,9 +178,12 @@ def plan_memory(
         if speculation.draft_state == "capture":
             captures = capture_memory(engine, speculation, drafter, limits, dtype)
     token_bytes = kv_bytes(config, dtype) + draft_bytes
-    rounds = device.type == "cuda" and not engine.enforce_eager and captures is None
+    rounds = device.type == "cuda" and not engine.enforce_eager
     scratch = _scratch_bytes(config, drafter, limits, dtype)
-    fixed = 0 if captures is None else captures.num_bytes + engine.block_size * draft_bytes
+    fixed = 0
+    if captures is not None:
+        # Without rounds there still is a block for the rows of sequences that do not draft.
+        fixed = captures.num_bytes + (0 if rounds else engine.block_size * draft_bytes)
     if rounds:
         # Graphs keep the memory of the largest round apart from what other steps use.
         rows = limits.max_num_seqs * (1 + limits.num_drafts)

@@ -78,6 +78,7 @@ class DecodeRound:
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
         self._offset = torch.arange(width, dtype=torch.int32, device=device)
         self._scratch = (cache.k.shape[1] - 1) * state.block_size
+        self._last = max_model_len - 1
         self._max_context = max_model_len + width
 
     def __call__(self) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ class DecodeRound:
                 self.shape.num_seqs,
                 self._max_context,
                 noise=self.shape.kind != "greedy",
-                unreserved=(propose == 0, self._scratch),
+                unreserved=propose == 0,
             )
         return sampled, accepted
 
@@ -115,7 +116,8 @@ class DecodeRound:
         """The rows' layout and the tokens they are fed, [N * (K + 1)]."""
         state = self._state
         row_slot = slots[self._row_seq]
-        positions = (state.num_computed[slots][:, None] + self._offset).view(-1)
+        # Rows nobody asked for may lie past the last position, where there is no rotation to look up.
+        positions = (state.num_computed[slots][:, None] + self._offset).view(-1).clamp(max=self._last)
         tokens = state.tokens.view(-1)[row_slot.long() * state.tokens.shape[1] + positions]
         real = (self._offset <= drafts[:, None]).view(-1)
         # A row nobody asked for writes to the scratch block, and reads what it likes: its result is not used.

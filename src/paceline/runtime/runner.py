@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.errors import EngineDeadError, InvariantError
+from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import Qwen3ForCausalLM
@@ -54,7 +54,8 @@ class Runner:
         draft_window: last tokens the drafter attends to; None for all.
         captures: where tap rows are captured, [capture slots, P, n * d]; None for paged draft state.
         rounds: whether spans that are simple enough run as fixed-shape rounds, and those as CUDA graphs. The
-            last block of both caches is then scratch, and must not be in the pool.
+            target's last block is then scratch and must not be in the pool; so is the drafter's last, or with
+            ``captures`` its first.
     """
 
     def __init__(
@@ -96,8 +97,6 @@ class Runner:
         self._staging = Staging(16384, device)
         self.rounds: RoundSet | None = None
         if rounds != "none":
-            if captures is not None:
-                raise InvariantError("rounds need draft state under the target's block ids")
             self.rounds = RoundSet(
                 model,
                 cache,
