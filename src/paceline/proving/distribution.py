@@ -6,8 +6,8 @@ drafted, accepted or cached. So over all positions of all texts
 * the randomised rank u = (probability of likelier tokens) + v * (its own), v uniform, is uniform (the
   probability integral transform; Kolmogorov-Smirnov test);
 * the likeliest token comes up as often as its probabilities add up to (a martingale: z-test);
-* so does, separately at each draft position, the drafter's favourite: a verifier that takes drafts too
-  gladly is caught there first.
+* so does, at each draft position and over all of them, the drafter's favourite: a verifier that takes drafts
+  too gladly is caught there first.
 
 Holm's procedure keeps the chance that any of them fails by accident below ``ALPHA``. A test that cannot fail
 proves nothing, so the same tests are run on the same rounds with a planted bias: in a share of the verified
@@ -121,6 +121,9 @@ def run_tests(draws: Sequence[Draw], rng: random.Random) -> list[TestResult]:
         TestResult("ranks are uniform", uniform_p_value(ranks), len(ranks)),
         _frequency("the likeliest token", [(draw.is_top, draw.top) for draw in draws]),
     ]
+    verified = [(draw.is_favourite, draw.favourite) for draw in draws if draw.draft_position]
+    if verified:
+        results.append(_frequency("the drafter's favourite", verified))
     by_position: dict[int, list[tuple[bool, float]]] = defaultdict(list)
     for draw in draws:
         if draw.draft_position:

@@ -26,7 +26,7 @@ def show_modes(console: Console, title: str, results: Sequence[ModeResult]) -> N
 
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     for name in names:
         table.add_column(name, no_wrap=True)
@@ -55,7 +55,7 @@ def _show_exact(console: Console, title: str, results: Sequence[ModeResult]) -> 
 
 
 def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) -> None:
-    numbers = ["tokens", "accept", "regret max", "mean", "law"]
+    numbers = ["tokens", "accept", "regret", "mean", "law"]
     table = _table(title, ["mode", "sampling"], numbers)
     for result in results:
         table.add_row(
@@ -70,7 +70,7 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
         )
     console.print(table)
     console.print(
-        f"[dim]Regret in nats, {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of its tests.[/]\n"
+        f"[dim]Regret: greatest, in nats; {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of its tests.[/]\n"
     )
 
 
