@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         PacelineError,
         RequestError,
+        RequestFailedError,
     )
     from paceline.llm import LLM
     from paceline.sampling.params import SamplingParams
@@ -38,6 +39,7 @@ _HOME = {
     "FrontendOptions": "paceline.engine.client",
     "PacelineError": "paceline.errors",
     "RequestError": "paceline.errors",
+    "RequestFailedError": "paceline.errors",
     "RequestOutput": "paceline.engine.outputs",
     "SamplingParams": "paceline.sampling.params",
 }
@@ -54,6 +56,7 @@ __all__ = [
     "FrontendOptions",
     "PacelineError",
     "RequestError",
+    "RequestFailedError",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -326,3 +326,18 @@ def test_an_engine_without_a_limit_on_logprobs_serves_chat(api: Api, scripted: S
     assert (
         api.refused(CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 513})["param"] == "top_logprobs"
     )
+
+
+def test_an_output_nobody_limited_fits_a_pool_smaller_than_the_context(
+    api: Api, scripted: ScriptedEngine
+) -> None:
+    info = scripted.frontend.info
+    info.num_blocks = 4
+    pool = info.num_blocks * info.block_size
+    assert pool < info.max_model_len
+    api.chat()
+    assert _params(scripted).max_tokens == pool - len(scripted.requests[-1].prompt_token_ids)
+    api.ok(COMPLETIONS, prompt=[64] * (pool - 3))
+    assert _params(scripted).max_tokens == 3
+    api.ok(COMPLETIONS, prompt=[64] * 3, max_tokens=pool)  # asked for by name: the engine says what it needs
+    assert _params(scripted).max_tokens == pool

@@ -309,6 +309,13 @@ class Frontend:
 
     # ------------------------------------------------------------------ requests
 
+    def output_room(self, prompt_len: int) -> int:
+        """Most output tokens after a prompt for a request that names no number: what the context leaves, and
+        no more than the whole K/V pool holds. At least 1.
+        """
+        longest = min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
+        return max(1, longest - prompt_len)
+
     def prepare(
         self,
         request_id: str,
@@ -352,7 +359,7 @@ class Frontend:
                 param="prompt",
             )
         if params.max_tokens is None:
-            changes["max_tokens"] = room
+            changes["max_tokens"] = self.output_room(len(prompt_token_ids))
         elif params.max_tokens > room:
             raise ContextLengthError(
                 f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "

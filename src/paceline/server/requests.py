@@ -162,7 +162,7 @@ def _params(
         asked_tokens = frontend.defaults.max_tokens or default_tokens
         if asked_tokens is not None:
             # nobody asked for this many, so a prompt that leaves less room is no error
-            asked_tokens = max(1, min(asked_tokens, frontend.info.max_model_len - len(ids)))
+            asked_tokens = min(asked_tokens, frontend.output_room(len(ids)))
     return frontend.default_params(**given, max_tokens=asked_tokens)
 
 
