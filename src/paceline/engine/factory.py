@@ -58,6 +58,8 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         ready_s=time.perf_counter() - started,
     )
     logger.info("Engine ready in %.2f s", info.ready_s)
+    if built.captures is not None:
+        _log_captures(config, built, built.captures)
     if built.num_drafts and config.load_format != "dummy":
         _check_drafter(config, built, info)
     return _assemble(config, built, info, lookahead)
@@ -96,9 +98,19 @@ def _assemble(config: EngineConfig, built: Built, info: EngineInfo, lookahead: i
 
 
 def _captured(config: EngineConfig, built: Built, captures: CaptureMemory) -> CaptureDraftState:
-    """Captured draft state; logs what it can hold."""
+    """Captured draft state that holds nothing yet."""
+    return CaptureDraftState(
+        DraftReserve(built.num_blocks, config.block_size),
+        CaptureCache(captures.num_slots, captures.num_open),
+        draft_block=built.draft_block_rows,
+        max_positions=built.max_model_len + built.draft_block_rows,
+        counters=SpeculationCounters(built.num_drafts),
+    )
+
+
+def _log_captures(config: EngineConfig, built: Built, captures: CaptureMemory) -> None:
+    """Say what captured draft state can hold."""
     reserve = DraftReserve(built.num_blocks, config.block_size)
-    longest = built.max_model_len + built.draft_block_rows
     logger.info(
         "Draft state: capture, %d blocks of tap rows (%.1f MiB, the longest prefix that can be restored is "
         "%d tokens) and %d being filled; draft K/V for %d tokens: %d requests of %d tokens can draft at once",
@@ -107,13 +119,6 @@ def _captured(config: EngineConfig, built: Built, captures: CaptureMemory) -> Ca
         captures.num_slots * config.block_size,
         captures.num_open,
         reserve.num_blocks * config.block_size,
-        reserve.ceiling(longest),
+        reserve.ceiling(built.max_model_len + built.draft_block_rows),
         built.max_model_len,
-    )
-    return CaptureDraftState(
-        reserve,
-        CaptureCache(captures.num_slots, captures.num_open),
-        draft_block=built.draft_block_rows,
-        max_positions=longest,
-        counters=SpeculationCounters(built.num_drafts),
     )
