@@ -49,7 +49,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
         ),
         *([-1], [7680], [2**31], [2**63], [2**70], "\ud800"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_prompts_of_another_kind_are_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError) as caught:
