@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -148,3 +151,14 @@ def test_closing_ends_everything_that_waits() -> None:
             await text(engine.generate("x", SHORT))
 
     asyncio.run(run())
+
+
+def test_an_engine_whose_parent_died_early_does_not_stay() -> None:
+    """Killed between starting the process and the process asking to be told: nobody else would end it."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    start = msgspec.json.encode({"config": CONFIG})
+    command = [sys.executable, "-m", "paceline.engine.process", "ipc:///nowhere/engine", str(gone.pid)]
+    ended = subprocess.run(command, input=start, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert b"Engine ready" not in ended.stderr

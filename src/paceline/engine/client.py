@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -139,7 +140,8 @@ class AsyncEngine:
         socket.bind(address)
         self._socket = socket
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.engine.process", address], stdin=subprocess.PIPE
+            [sys.executable, "-m", "paceline.engine.process", address, str(os.getpid())],
+            stdin=subprocess.PIPE,
         )
         assert self._process.stdin is not None
         start = {"config": self._config, "log_level": self._log_level}

@@ -45,10 +45,20 @@ IDLE_POLL_MS = 1000
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent dies (Linux; elsewhere the idle poll notices)."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process when its parent dies (Linux; elsewhere the idle poll notices).
+
+    Args:
+        parent: process id of whoever started this process. It may be gone already, in which case no signal
+            will come.
+
+    Raises:
+        SystemExit: it is gone.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
 
 
 class EngineLoop:
@@ -57,14 +67,15 @@ class EngineLoop:
     Args:
         core: the engine.
         socket: a connected PAIR socket.
+        parent: process id of whoever is at its other end.
     """
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], parent: int) -> None:
         self._core = core
         self._socket = socket
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._parent = os.getppid()
+        self._parent = parent
         self._running = True
 
     def send(self, items: Sequence[FromEngine]) -> None:
@@ -129,20 +140,21 @@ def _failed(request: EngineRequest, message: str) -> SequenceOutput:
 
 
 def main() -> int:
-    """Entry point: options on standard input, socket address as the only argument."""
-    die_with_parent()
+    """Entry point: options on standard input; socket address and process id of the parent as arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    address, parent = sys.argv[1], int(sys.argv[2])
+    die_with_parent(parent)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(sys.argv[1])
+    socket.connect(address)
     try:
         options = msgspec.json.decode(sys.stdin.buffer.read(), type=_Start)
         from paceline.observability.logs import setup_logging
 
         setup_logging(options.log_level)
         core = make_core(options.config)
-        loop = EngineLoop(core, socket)
+        loop = EngineLoop(core, socket, parent)
         socket.send(msgspec.msgpack.encode(OutputBatch(items=[core.info])))
         gc.collect()
         gc.freeze()  # what lives now lives for good: keep the collector off it
