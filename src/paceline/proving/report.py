@@ -27,7 +27,7 @@ def show_modes(console: Console, title: str, results: Sequence[ModeResult]) -> N
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name, no_wrap=True)
     for heading in numbers:
@@ -70,7 +70,7 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
         )
     console.print(table)
     console.print(
-        f"[dim]Regret: greatest, in nats; {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of its tests.[/]\n"
+        f"[dim]Regret: greatest, nats; {MAX_REGRET_NATS:.2f} allowed. Law: least p-value of its tests.[/]\n"
     )
 
 
@@ -81,7 +81,7 @@ def _law(result: ScoredResult) -> str:
 
 
 def _mark(violations: Sequence[object]) -> str:
-    return "[green]ok[/]" if not violations else f"[red]{len(violations)} wrong[/]"
+    return "[green]ok[/]" if not violations else f"[red]{len(violations)} bad[/]"
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
