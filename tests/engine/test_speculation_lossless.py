@@ -1,6 +1,6 @@
 """L1: token for token the same, whatever the mode, for greedy and three seeded samplings.
 
-24 prompts in four samplings and thirteen modes, twelve for the other drafters: about 1,700 requests.
+24 prompts in four samplings and thirteen modes, eight for the other drafters: about 1,500 requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.proving.lossless import LosslessProof, Mode, all_modes
 from support.engines import DRAFTERS, GOLDEN, golden_prompts
 
 MAIN = "dspark_tiny_b7"
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 NUM_PROMPTS = 24
 
 
@@ -53,7 +53,7 @@ def test_a_drafter_changes_nothing_in_any_mode(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["drafts, lookahead, preempted", "drafts, captured state"])
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != MAIN])
 def test_every_drafter_changes_nothing(drafter: str, mode: str) -> None:
-    check(proof(drafter, NUM_PROMPTS), MODES[mode], 2)
+    check(proof(drafter, NUM_PROMPTS), MODES[mode], 3)
 
 
 @pytest.mark.slow

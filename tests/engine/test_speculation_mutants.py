@@ -46,7 +46,7 @@ from support.engines import (
 )
 
 DRAFTER = "dspark_tiny_b7"
-PROMPTS = golden_prompts(10, seed=6)
+PROMPTS = golden_prompts(8, seed=6)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -99,9 +99,9 @@ def gate_coupling() -> list[Violation]:
     """Drafts at temperature 1 stand as often as they should."""
     core = spec_core(max_num_seqs=40)
     recorder = RoundRecorder.on(core)
-    prompts = golden_prompts(40, seed=7)
+    prompts = golden_prompts(36, seed=7)
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
+        SamplingParams(temperature=1.0, seed=i, max_tokens=32, ignore_eos=True) for i in range(len(prompts))
     ]
     complete(core, prompts, params)
     return accepted_as_coupled(redraft(drafter_of(core), recorder.rounds))

@@ -17,6 +17,8 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.proving import prove as module
 from paceline.proving.closeness import ClosenessProof, ScoredResult
+from paceline.proving.distribution import TestResult, Verdict
+from paceline.proving.gates import Violation
 from paceline.proving.lossless import Mode, ModeResult, all_modes
 from paceline.proving.prove import ProveOptions, run_prove
 from paceline.proving.report import show_modes
@@ -154,8 +156,20 @@ def test_prompts_without_a_file_are_the_models_own() -> None:
 
 def test_scored_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[ModeResult] = [
-        ScoredResult("drafts, chunks of 64 rows", "greedy", 32, 12345, max_regret=0.1234, mean_regret=0.01)
+        ScoredResult(
+            "drafts, 64-row chunks",
+            "greedy",
+            32,
+            12345,
+            accept_length=3.21,
+            max_regret=0.1234,
+            mean_regret=0.01,
+            verdict=Verdict([TestResult("ranks", p_value, 10)], [], True),
+            violations=[Violation("gate", "where", "what")] * 12,
+        )
+        for p_value in (0.5, 1e-9)
     ]
     show_modes(Console(width=80), "L2", rows)
     out = capsys.readouterr().out
-    assert "0.123" in out and "12,345" in out and "…" not in out
+    assert "0.123" in out and "12,345" in out and "0.500" in out and "<.001" in out and "12 bad" in out
+    assert "…" not in out

@@ -28,7 +28,7 @@ def closeness_modes() -> list[Mode]:
         Mode("plain", speculative=None, lookahead=1),
         Mode("drafts", lookahead=1),
         Mode("drafts, cached", lookahead=1, passes=2),
-        Mode("drafts, chunks of 64 rows", {"max_num_seqs": 16, "max_num_batched_tokens": 64}, lookahead=1),
+        Mode("drafts, 64-row chunks", {"max_num_seqs": 16, "max_num_batched_tokens": 64}, lookahead=1),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, lookahead=1, passes=2),
     ]
 

@@ -92,7 +92,7 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
         Mode("drafts"),
         Mode("drafts, cached", passes=2),
         Mode("drafts, one at a time", {"max_num_seqs": 1}, share=4),
-        Mode("drafts, chunks of 11 rows", {"max_num_seqs": 8, "max_num_batched_tokens": 11}, share=4),
+        Mode("drafts, 11-row chunks", {"max_num_seqs": 8, "max_num_batched_tokens": 11}, share=4),
         Mode("drafts, preempted", {"max_num_seqs": 8, "num_blocks": scarce}),
         Mode("drafts, lookahead", lookahead=1, passes=2),
         Mode("drafts, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, lookahead=1),

@@ -55,7 +55,7 @@ def _show_exact(console: Console, title: str, results: Sequence[ModeResult]) -> 
 
 
 def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) -> None:
-    numbers = ["tokens", "accept", "regret", "mean", "law"]
+    numbers = ["tokens", "accept", "regret", "law"]
     table = _table(title, ["mode", "sampling"], numbers)
     for result in results:
         table.add_row(
@@ -65,7 +65,6 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
             f"{result.num_tokens:,}",
             "-" if result.accept_length is None else f"{result.accept_length:.2f}",
             f"{result.max_regret:.3f}",
-            f"{result.mean_regret:.4f}",
             _law(result),
         )
     console.print(table)
@@ -77,7 +76,8 @@ def _show_scored(console: Console, title: str, results: Sequence[ScoredResult]) 
 def _law(result: ScoredResult) -> str:
     if result.verdict is None:
         return "-"
-    return f"{min(item.p_value for item in result.verdict.results):.1e}"
+    least = min(item.p_value for item in result.verdict.results)
+    return f"{least:.3f}" if least >= 0.001 else "<.001"
 
 
 def _mark(violations: Sequence[object]) -> str:
