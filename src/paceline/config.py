@@ -21,6 +21,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 
+# Beyond these, libraries crash before anything of ours could say what is wrong.
+MAX_THREADS = 1024
+MAX_SEQUENCES = 65536
+
+
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Everything an engine is started with. Crosses the process border as JSON, so it holds plain values
     only.
@@ -76,6 +81,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        for name, limit in (("threads", MAX_THREADS), ("max_num_seqs", MAX_SEQUENCES)):
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                raise ConfigError(f"{name} is {value}; it must be at most {limit}.")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

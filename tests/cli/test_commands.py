@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from paceline.cli import main, options
@@ -42,3 +45,47 @@ def test_a_config_without_a_drafter_takes_the_bundled_one_or_is_refused(fields: 
         _ = EngineConfig.of(model="org/other", speculative_config=fields).speculation
     assert EngineConfig.of(speculative_config={}).speculation is None
     assert EngineConfig.of(model="org/other").speculation is None
+
+
+def given_sampling(*flags: str) -> dict[str, Any]:
+    """What a command receives of the sampling flags."""
+    seen: list[dict[str, Any]] = []
+
+    @options.sampling_options
+    def command(*, sampling: dict[str, Any]) -> None:
+        seen.append(sampling)
+
+    app = typer.Typer()
+    app.command()(command)
+    assert CliRunner().invoke(app, flags).exit_code == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        *(
+            (f"--{name.replace('_', '-')}", name)
+            for name in options.SAMPLING_HELP
+            if name not in ("stop", "ignore_eos")
+        ),
+        ("--sampling-seed", "seed"),
+    ],
+)
+def test_a_zero_on_the_command_line_is_given(flag: str, field: str) -> None:
+    """``--temperature 0`` asks for greedy decoding; it must not mean the checkpoint's temperature."""
+    assert given_sampling(flag, "0")[field] == 0
+
+
+def test_sampling_flags_that_are_left_out_leave_the_defaults() -> None:
+    assert given_sampling() in ({}, {"ignore_eos": False})
+    assert given_sampling("--ignore-eos", "--stop", "a", "--stop", "b") == {
+        "ignore_eos": True,
+        "stop": ["a", "b"],
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 10**6), ("max_num_seqs", 10**8)])
+def test_sizes_that_would_crash_libraries_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be at most"):
+        EngineConfig.of(**{name: value})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError, EngineDeadError, RequestError
+from paceline.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 from paceline.server.options import ServeOptions
 from support.server_cases import MAX_MODEL_LEN, Api, ScriptedEngine, envelope, events_in
 
@@ -297,3 +298,55 @@ def test_without_a_chat_template(tmp_path: Path) -> None:
     engine = ScriptedEngine(write_checkpoint(tmp_path, build_backend(), chat_template=None))
     error = Api(engine).refused(CHAT, {"messages": HI})
     assert "no chat template" in error["message"]
+
+
+def test_a_failure_inside_the_engine_is_not_the_clients_fault(scripted: ScriptedEngine) -> None:
+    scripted.fail_after, scripted.failure = 1, RequestFailedError("RuntimeError: at 0x7f")
+    response = Api(scripted).post(COMPLETIONS, {"prompt": "x"})
+    assert response.status_code == 500
+    assert envelope(response)["type"] == "server_error"
+    assert "0x7f" not in response.text
+
+
+def test_health_answers_probes_without_a_body(scripted: ScriptedEngine) -> None:
+    api = Api(scripted)
+    assert api.request("HEAD", "/health").status_code == 200
+    scripted.dead = True
+    assert api.request("HEAD", "/health").status_code == 503
+
+
+def test_long_texts_do_not_stop_the_loop(scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenising megabytes takes seconds, in which health checks and streams must go on."""
+    frontend = scripted.frontend
+    main, threads = threading.get_ident(), []
+    for owner, name in (
+        *((frontend.tokenizer, name) for name in ("encode", "decode")),
+        *((frontend, name) for name in ("tokenize", "render_chat")),
+    ):
+        real = getattr(owner, name)
+
+        def noting(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            threads.append(threading.get_ident())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+    api, text = Api(scripted), "<b> " * 6000
+    part = {"type": "text", "text": text}
+    for path, body in (
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [{"role": "user", "content": [part]}]}),
+        ("/detokenize", {"tokens": [65] * 24_001}),
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": text, "add_special_tokens": False}),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [part]}]}),
+    ):
+        threads.clear()
+        api.post(path, body)
+        assert threads and main not in threads, path
+
+
+@pytest.mark.parametrize("level", ["nope", "", "WARNING"])
+def test_unknown_log_levels_are_refused(level: str) -> None:
+    with pytest.raises(ConfigError, match="uvicorn_log_level"):
+        ServeOptions(uvicorn_log_level=level)

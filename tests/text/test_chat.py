@@ -220,3 +220,14 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 def test_template_text_is_the_shape_of_qwen3(template: ChatTemplate) -> None:
     assert template.source == TEMPLATE
+
+
+def test_a_template_that_is_not_utf8_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.write_bytes(b"\xff\xfe{{ x }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        ChatTemplate.from_folder(tmp_path, tokenizer)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ChatTemplate.from_folder(tmp_path, tokenizer, override=str(path))
+    with pytest.raises(ConfigError, match="chat_template must be"):
+        ChatTemplate.from_folder(tmp_path, tokenizer, override=5)  # type: ignore[arg-type]

@@ -165,7 +165,10 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def make(values: dict[str, Any]) -> dict[str, Any]:
         given = {name: values.pop(name) for name in SAMPLING_HELP}
         given["seed"] = values.pop("request_seed")
-        return {"sampling": {name: value for name, value in given.items() if value not in (None, [], False)}}
+        # What was not given is None, or an empty list; 0 was given, though it equals False.
+        return {
+            "sampling": {name: value for name, value in given.items() if value is not None and value != []}
+        }
 
     return _extended(command, [*flags, request_seed], make, "sampling")
 

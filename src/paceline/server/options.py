@@ -6,6 +6,8 @@ import msgspec
 
 from paceline.errors import ConfigError
 
+UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the API is offered; named as ``vllm serve`` names its flags."""
@@ -29,6 +31,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("An API key is empty: give a non-empty key, or none to serve without keys.")
         if not all(self.served_model_names):
             raise ConfigError("A served model name is empty: give another, or none to use the model's.")
+        if self.uvicorn_log_level not in UVICORN_LEVELS:
+            raise ConfigError(
+                f"uvicorn_log_level is {self.uvicorn_log_level!r}; it must be one of "
+                f"{', '.join(UVICORN_LEVELS)}."
+            )
         if self.max_body_bytes < 1 or self.max_sequences < 1:
             raise ConfigError(
                 f"max_body_bytes is {self.max_body_bytes} and max_sequences {self.max_sequences}; "

@@ -80,7 +80,7 @@ class ChatTemplate:
             return cls(_read_override(override), tokenizer)
         folder = Path(folder)
         if (folder / TEMPLATE_FILE).is_file():
-            return cls((folder / TEMPLATE_FILE).read_text(encoding="utf-8"), tokenizer)
+            return cls(_read_template(folder / TEMPLATE_FILE), tokenizer)
         found = tokenizer.config.get("chat_template")
         if found is None:
             found = read_json_object(folder / "chat_template.json").get("chat_template")
@@ -309,4 +309,11 @@ def _read_override(override: str) -> str:
             f"the chat template {override!r} is neither a file nor Jinja text: "
             "give a path that exists, or the template itself."
         )
-    return path.read_text(encoding="utf-8")
+    return _read_template(path)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"the chat template {path} cannot be read: {error}.") from error
