@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -151,6 +152,30 @@ def test_closing_ends_everything_that_waits() -> None:
             await text(engine.generate("x", SHORT))
 
     asyncio.run(run())
+
+
+def test_a_message_to_a_process_that_has_just_died_is_refused_quietly() -> None:
+    """Between the death and the moment the reader notices it, no request may hang and no future be lost."""
+
+    async def run() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        async with await AsyncEngine.start(CONFIG) as engine:
+            assert engine._process is not None
+            engine._process.kill()
+            engine._process.wait()
+            for _ in range(20):
+                with pytest.raises(EngineDeadError):
+                    await asyncio.wait_for(engine.stats(), 20)
+                with pytest.raises(EngineDeadError):
+                    await asyncio.wait_for(text(engine.generate("x", SHORT)), 20)
+                if engine._process.poll() is None:
+                    break  # it is being restarted
+            gc.collect()
+            await asyncio.sleep(0)
+        return complaints
+
+    assert asyncio.run(run()) == []
 
 
 def test_an_engine_whose_parent_died_early_does_not_stay() -> None:

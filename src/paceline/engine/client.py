@@ -267,8 +267,12 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._socket is None or self._dead is not None:
             raise EngineDeadError(f"The engine is down: {self._dead or 'closed'}.")
-        # A PAIR socket without a high-water mark never blocks: the returned future is already done.
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        # A PAIR socket without a high-water mark never blocks: the returned future is already done. It holds
+        # an error when the process has just died and the reader has not noticed yet.
+        sent = self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
+        if sent.exception() is not None:
+            raise EngineDeadError("The engine is down: its process does not listen.")
 
     # ------------------------------------------------------------------ requests
 
