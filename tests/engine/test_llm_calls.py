@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,3 +204,13 @@ def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, alone: dict[str, li
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=message):
         LLM(num_blocks=64, **options)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path: Path, file: str) -> None:
+    """It could never be drawn, and masking it for ``min_tokens`` would write outside the row."""
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**settings, "eos_token_id": [7666, 99999]}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id names \[99999\]"):
+        LLM(str(folder), num_blocks=64, speculative_config={})

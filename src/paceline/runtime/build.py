@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.models.attention import KVCache
 from paceline.models.checkpoint import resolve_folder
 from paceline.models.config import Qwen3Config
@@ -89,14 +89,14 @@ def build(engine: EngineConfig) -> Built:
         limits = replace(limits, num_drafts=drafter.config.num_drafts(speculation.num_speculative_tokens))
     memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype, device)
     _log_cache(memory, engine.block_size, max_model_len)
-    eos = {*config.eos_token_ids, *load_generation_defaults(folder, "none").eos_token_ids}
+    eos = _end_tokens(folder, config)
     runner = Runner(
         model,
         _allocate(config, memory.target_blocks, engine.block_size, dtype, device),
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
-        eos_token_ids=sorted(eos),
+        eos_token_ids=eos,
         drafter=drafter,
         num_drafts=limits.num_drafts,
         draft_cache=None
@@ -115,7 +115,7 @@ def build(engine: EngineConfig) -> Built:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         num_blocks=memory.num_blocks,
-        eos_token_ids=tuple(sorted(eos)),
+        eos_token_ids=eos,
         device=device,
         dtype=dtype,
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -123,6 +123,18 @@ def build(engine: EngineConfig) -> Built:
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
         captures=memory.captures,
     )
+
+
+def _end_tokens(folder: Path, config: Qwen3Config) -> tuple[int, ...]:
+    """Ids that end a sequence, from both files that may name them."""
+    eos = {*config.eos_token_ids, *load_generation_defaults(folder, "none").eos_token_ids}
+    beyond = sorted(token for token in eos if not 0 <= token < config.vocab_size)
+    if beyond:
+        raise CheckpointError(
+            f"{folder}: eos_token_id names {beyond}, but the model has {config.vocab_size} token ids; "
+            "correct config.json or generation_config.json"
+        )
+    return tuple(sorted(eos))
 
 
 def _max_model_len(engine: EngineConfig, config: Qwen3Config) -> int:
