@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from paceline import LLM, SamplingParams
 from paceline.config import BUNDLED_MODEL
 from paceline.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+from paceline.runtime.plan import PendingStep, SpanResult, StepPlan
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 LONG = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
@@ -170,23 +170,30 @@ def test_threads_may_share_an_engine(llm: LLM, alone: dict[str, list[int]]) -> N
     assert got == alone
 
 
-def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, alone: dict[str, list[int]]) -> None:
-    """Ctrl-C at any moment of a step: the next call finds the engine whole."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_call_leaves_nothing_behind(
+    llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Ctrl-C while the device works, where nearly all time is spent: the next call finds the engine whole."""
+    launch = llm._core.runner.launch
+    for steps in range(4):
+        left = iter([False] * steps)
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        def interrupted(plan: StepPlan, left: Iterator[bool] = left) -> PendingStep:
+            pending = launch(plan)
+            if next(left, True):
+                monkeypatch.setattr(pending, "result", raising)
+            return pending
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for i in range(12):
-            signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0037 * i)
-            with pytest.raises(KeyboardInterrupt):
-                while True:
-                    llm.generate([[300 + i, *range(300, 400)], [400, 500]], LONG, use_tqdm=False)
-            llm._core.check()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        def raising() -> list[SpanResult]:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._core.runner, "launch", interrupted)
+            with pytest.raises(error):
+                llm.generate([[300 + steps, *range(300, 400)], [400, 500]], LONG, use_tqdm=False)
+        llm._core.check()
+        assert llm.stats().kv_cache_usage == 0.0
     assert tokens(llm, "return") == alone["return"]
 
 
