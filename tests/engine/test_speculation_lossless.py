@@ -1,6 +1,6 @@
 """L1: token for token the same, whatever the mode, for greedy and three seeded samplings.
 
-24 prompts in four samplings and thirteen modes, eight for the other drafters: about 1,500 requests.
+24 prompts in four samplings and twelve modes, eight for the other drafters: about 1,300 requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.proving.lossless import LosslessProof, Mode, all_modes
 from support.engines import DRAFTERS, GOLDEN, golden_prompts
 
 MAIN = "dspark_tiny_b7"
-MAX_TOKENS = 16
+MAX_TOKENS = 20
 NUM_PROMPTS = 24
 
 
@@ -45,13 +45,18 @@ def check(proof: LosslessProof, mode: Mode, share: int = 1) -> None:
             assert result.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "drafts"])  # the first pass of "cached"
 def test_a_drafter_changes_nothing_in_any_mode(mode: str) -> None:
     check(proof(MAIN, NUM_PROMPTS), MODES[mode])
 
 
-@pytest.mark.parametrize("mode", ["drafts, lookahead, preempted", "drafts, captured state"])
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != MAIN])
+@pytest.mark.parametrize(
+    ("drafter", "mode"),
+    [
+        *((name, "drafts, lookahead, preempted") for name in DRAFTERS if name != MAIN),
+        ("dflash_tiny_b16", "drafts, captured state"),
+    ],
+)
 def test_every_drafter_changes_nothing(drafter: str, mode: str) -> None:
     check(proof(drafter, NUM_PROMPTS), MODES[mode], 3)
 
