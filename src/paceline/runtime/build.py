@@ -18,7 +18,7 @@ from paceline.models.drafter import Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, plan_memory
+from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, kv_bytes, plan_memory
 from paceline.runtime.runner import Runner
 from paceline.speculation.config import SpeculativeConfig
 from paceline.text.generation_config import load_generation_defaults
@@ -198,15 +198,26 @@ def _load_drafter(engine: EngineConfig, speculation: SpeculativeConfig, target: 
 def _allocate(
     config: Qwen3Config, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    return KVCache.allocate(
-        config.num_hidden_layers,
-        blocks,
-        block_size,
-        config.num_key_value_heads,
-        config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    try:
+        return KVCache.allocate(
+            config.num_hidden_layers,
+            blocks,
+            block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except (
+        MemoryError,
+        torch.OutOfMemoryError,
+        ValueError,
+    ) as error:  # numpy's word for "beyond any array" too
+        wanted = blocks * block_size * kv_bytes(config, dtype)
+        raise ConfigError(
+            f"A K/V cache of {blocks} blocks takes {wanted / 2**30:,.1f} GiB, which {device} does not have. Lower "
+            "num_blocks or kv_cache_memory_bytes, or leave both out."
+        ) from error
 
 
 def _allocate_captures(
