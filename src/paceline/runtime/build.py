@@ -215,7 +215,8 @@ def _allocate(
     ) as error:  # numpy's word for "beyond any array" too
         wanted = blocks * block_size * kv_bytes(config, dtype)
         raise ConfigError(
-            f"A K/V cache of {blocks} blocks takes {wanted / 2**30:,.1f} GiB, which {device} does not have. Lower "
+            f"A K/V cache of {blocks} blocks takes {wanted / 2**30:,.1f} GiB, which {device} does not have. "
+            "Lower "
             "num_blocks or kv_cache_memory_bytes, or leave both out."
         ) from error
 
