@@ -64,7 +64,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """How to draft. None drafts with the bundled drafter when the bundled model is served, else not at all;
     ``SpeculativeConfig()`` switches it off."""
     enforce_eager: bool = False
-    """Launch every kernel one by one instead of replaying decode rounds as CUDA graphs (GPU)."""
+    """Lay out every step row by row; no decode rounds, and so no CUDA graphs on a GPU."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per position; -1 is no limit."""
     seed: int = 0

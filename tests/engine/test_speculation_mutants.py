@@ -258,7 +258,8 @@ def test_one_draft_too_many_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def generous(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
         return torch.minimum(count(sampled, drafts, num_drafts) + 1, num_drafts)
 
-    monkeypatch.setattr("paceline.runtime.runner.count_accepted", generous)
+    for module in ("runner", "round"):
+        monkeypatch.setattr(f"paceline.runtime.{module}.count_accepted", generous)
     assert gate_tokens()
 
 
@@ -268,7 +269,8 @@ def test_one_draft_too_few_accepted_costs_speed_only(monkeypatch: pytest.MonkeyP
     def stingy(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
         return (count(sampled, drafts, num_drafts) - 1).clamp(min=0)
 
-    monkeypatch.setattr("paceline.runtime.runner.count_accepted", stingy)
+    for module in ("runner", "round"):
+        monkeypatch.setattr(f"paceline.runtime.{module}.count_accepted", stingy)
     assert not gate_tokens()
     assert gate_trace()
 

@@ -104,7 +104,7 @@ def build(engine: EngineConfig) -> Built:
         else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
         draft_window=None if speculation is None else speculation.draft_window,
         captures=_allocate_captures(memory.captures, drafter, engine.block_size),
-        rounds="captured" if memory.rounds else "none",
+        rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
     )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.ops import RowLayout
@@ -118,7 +119,18 @@ class DraftStage:
             noise: whether any of the slots draws at random.
             unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
                 them is not used, and is written to the scratch block.
+
+        Raises:
+            EngineDeadError: anything went wrong: the step's tokens already stand, so it cannot be run again.
         """
+        try:
+            self._propose(slots, count, max_context, noise, unreserved)
+        except Exception as error:
+            raise EngineDeadError("Drafting failed after the tokens of its step stood.") from error
+
+    def _propose(
+        self, slots: Tensor, count: int, max_context: int, noise: bool, unreserved: Tensor | None
+    ) -> None:
         state = self._state
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
         flat = slots.long() * state.tokens.shape[1] + starts

@@ -1,8 +1,8 @@
 """Decode rounds as CUDA graphs: one replay instead of a few hundred launches.
 
-A round is captured for a few sizes (*tiers*) of each kind; a step takes the smallest that holds its sequences
-and leaves the rest of it empty. Tiers share one memory pool. On a CPU there is nothing to capture and rounds
-are not used by the runner; tests run them there through ``RoundSet(capture=False)``.
+On a GPU a round is captured for a few sizes (*tiers*) of each kind; a step takes the smallest that holds its
+sequences and leaves the rest of it empty. Tiers share one memory pool. On a CPU there is nothing to capture,
+and empty places would cost: rounds are made as they are needed, of exactly the size they are needed in.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class RoundSet:
     Args:
         model, cache, state, drafting, max_model_len: as for :class:`DecodeRound`.
         max_num_seqs: slots.
-        capture: make CUDA graphs; else rounds run as they stand.
+        capture: make CUDA graphs of a few sizes now; else make rounds of any size when they are needed.
     """
 
     def __init__(
@@ -84,29 +85,34 @@ class RoundSet:
         max_model_len: int,
         capture: bool,
     ) -> None:
+        self.captured = capture
         self._state = state
         self._num_drafts = 0 if drafting is None else drafting.num_drafts
+        self._make = partial(
+            DecodeRound, model=model, cache=cache, state=state, drafting=drafting, max_model_len=max_model_len
+        )
         self._sizes = tiers(max_num_seqs)
         self._staging = Staging(3 * max_num_seqs, state.device)
         self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
-        pool = torch.cuda.graph_pool_handle() if capture else None
-        started = time.perf_counter()
-        before = torch.cuda.memory_reserved() if capture else 0
-        for size in reversed(self._sizes):  # the largest first: smaller ones then fit into its memory
-            for shape in self._shapes(size):
-                decode_round = DecodeRound(shape, model, cache, state, drafting, max_model_len)
-                self._rounds[shape] = decode_round if pool is None else CapturedRound(decode_round, pool)
         if capture:
-            logger.info(
-                "Captured %d decode rounds in %.2f s, %.2f GiB",
-                len(self._rounds),
-                time.perf_counter() - started,
-                (torch.cuda.memory_reserved() - before) / 2**30,
-            )
+            self._capture_all()
 
-    def _shapes(self, size: int) -> list[RoundShape]:
+    def _capture_all(self) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        started = time.perf_counter()
+        before = torch.cuda.memory_reserved()
         drafts = (0, self._num_drafts) if self._num_drafts else (0,)
-        return [RoundShape(size, count, self._num_drafts > 0, kind) for kind in KINDS for count in drafts]
+        for size in reversed(self._sizes):  # the largest first: smaller ones then fit into its memory
+            for kind in KINDS:
+                for count in drafts:
+                    shape = RoundShape(size, count, self._num_drafts > 0, kind)
+                    self._rounds[shape] = CapturedRound(self._make(shape), pool)
+        logger.info(
+            "Captured %d decode rounds in %.2f s, %.2f GiB",
+            len(self._rounds),
+            time.perf_counter() - started,
+            (torch.cuda.memory_reserved() - before) / 2**30,
+        )
 
     def takes(self, span: Span) -> bool:
         """Whether a round can run this span: an anchor, its drafts, and sampling the round knows."""
@@ -124,14 +130,10 @@ class RoundSet:
             sampled [N, K + 1] and accepted [N] on the device; rows beyond the spans' are nobody's.
             Overwritten by the next run.
         """
-        kinds = {self._state.sampling.fixed_kind(span.slot) for span in spans}
-        shape = RoundShape(
-            next(size for size in self._sizes if size >= len(spans)),
-            self._num_drafts if any(span.drafts for span in spans) else 0,
-            self._num_drafts > 0,
-            next(kind for kind in reversed(KINDS) if kind in kinds),
-        )
-        decode_round = self._rounds[shape]
+        shape = self._shape(spans)
+        decode_round = self._rounds.get(shape)
+        if decode_round is None:
+            decode_round = self._rounds[shape] = self._make(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
         values[1] = -1
@@ -143,3 +145,13 @@ class RoundSet:
         (sent,) = self._staging.send([values.reshape(-1)])
         decode_round.inputs.view(-1).copy_(sent)
         return decode_round()
+
+    def _shape(self, spans: Sequence[Span]) -> RoundShape:
+        """The round these spans need, or the smallest captured one that can run them."""
+        kinds = {self._state.sampling.fixed_kind(span.slot) for span in spans}
+        kind = next(kind for kind in reversed(KINDS) if kind in kinds)
+        drafts = max(span.drafts for span in spans)
+        if not self.captured:
+            return RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
+        size = next(size for size in self._sizes if size >= len(spans))
+        return RoundShape(size, self._num_drafts if drafts else 0, self._num_drafts > 0, kind)

@@ -138,7 +138,7 @@ class MemoryPlan:
         token_bytes: bytes of one token in the pool, the drafter's part included.
         draft_token_bytes: the drafter's part.
         captures: the store of captured rows, when draft state is captured.
-        rounds: whether decode rounds run as CUDA graphs.
+        rounds: whether simple spans run as decode rounds.
     """
 
     num_blocks: int
@@ -178,17 +178,17 @@ def plan_memory(
         if speculation.draft_state == "capture":
             captures = capture_memory(engine, speculation, drafter, limits, dtype)
     token_bytes = kv_bytes(config, dtype) + draft_bytes
-    rounds = device.type == "cuda" and not engine.enforce_eager
+    rounds = not engine.enforce_eager
     scratch = _scratch_bytes(config, drafter, limits, dtype)
     fixed = 0
     if captures is not None:
         # Without rounds there still is a block for the rows of sequences that do not draft.
         fixed = captures.num_bytes + (0 if rounds else engine.block_size * draft_bytes)
     if rounds:
-        # Graphs keep the memory of the largest round apart from what other steps use.
+        # One block is scratch. Graphs keep the memory of the largest round apart from what other steps use.
+        fixed += engine.block_size * token_bytes
         rows = limits.max_num_seqs * (1 + limits.num_drafts)
         scratch += _scratch_bytes(config, drafter, replace(limits, max_num_batched_tokens=rows), dtype)
-        fixed += engine.block_size * token_bytes
     if engine.num_blocks is not None:
         blocks = engine.num_blocks
     else:

@@ -117,19 +117,20 @@ class Runner:
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
             self.drafting.begin(plan.draft)
-        if self.rounds is None:
+        taken = [self.rounds is not None and self.rounds.takes(span) for span in plan.spans]
+        if self.rounds is None or not any(taken) or not (self.rounds.captured or all(taken)):
+            # Without a graph to gain, two passes over the weights cost more than one over mixed rows.
             return self._run_rows(plan.spans, plan.max_context)
-        taken = [self.rounds.takes(span) for span in plan.spans]
         simple = [span for span, takes in zip(plan.spans, taken, strict=True) if takes]
         others = [span for span, takes in zip(plan.spans, taken, strict=True) if not takes]
         rest = self._run_rows(others, plan.max_context) if others else None
         try:
-            fast = self._run_round(self.rounds, simple) if simple else None
+            fast = self._run_round(self.rounds, simple)
         except Exception as error:
             if rest is None:
                 raise
             raise EngineDeadError("A decode round failed after the rest of its step had run.") from error
-        return _Merged(taken, fast, rest) if fast and rest else fast or rest or _Pending([], [], _NOTHING)
+        return fast if rest is None else _Merged(taken, fast, rest)
 
     def _run_round(self, rounds: RoundSet, spans: Sequence[Span]) -> _Pending:
         """Spans of anchors and drafts, as one fixed-shape round."""
@@ -230,9 +231,6 @@ class Runner:
             copies.done = torch.cuda.Event()
             copies.done.record()
         return copies
-
-
-_NOTHING = _Copies(None, None, [], None)
 
 
 class _Merged:
