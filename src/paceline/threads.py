@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = "1000"
-"""Turns a thread spins at a barrier before it sleeps: about a microsecond."""
+SPIN_COUNT = "10000"
+"""Turns a thread spins at a barrier before it sleeps: some ten microseconds."""
 
 
 def sleep_at_barriers() -> None:
