@@ -99,7 +99,10 @@ def demo(engine: EngineConfig) -> None:
     greedy = llm.make_sampling_params(temperature=0.0, max_tokens=96)
     for prompt in DEMO_PROMPTS:
         output = _show(llm, prompt, greedy)
-        out.print(f"[dim]  -- {len(output.outputs[0].token_ids)} tokens, {_rate(output):.0f} tok/s[/]\n")
+        length = None if output.metrics is None else output.metrics.accept_length
+        drafted = "" if length is None else f", {length:.1f} tokens per round with drafts"
+        count = len(output.outputs[0].token_ids)
+        out.print(f"[dim]  -- {count} tokens, {_rate(output):.0f} tok/s{drafted}[/]\n")
     out.print(f"[bold]user:[/] {DEMO_QUESTION}\n[bold]assistant:[/] ", end="")
     for piece in llm.stream([{"role": "user", "content": DEMO_QUESTION}], greedy):
         out.out(piece.outputs[0].text, end="")
@@ -114,7 +117,8 @@ def demo(engine: EngineConfig) -> None:
         "  .venv/bin/paceline chat                        talk to it\n"
         "  .venv/bin/paceline serve                       OpenAI API on http://127.0.0.1:8000\n"
         "  .venv/bin/paceline serve Qwen/Qwen3-4B         another model, from a folder or the hub\n"
-        "  .venv/bin/paceline bench decode                measure this machine\n"
+        "  .venv/bin/paceline bench speculation           what the drafter is worth on this machine\n"
+        "  .venv/bin/paceline generate --explain 'def f'  which tokens were drafted\n"
         "  make test                                      all checks",
         soft_wrap=True,
     )
