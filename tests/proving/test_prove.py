@@ -70,7 +70,8 @@ def test_a_wrong_engine_is_not(prompts: Path, monkeypatch: pytest.MonkeyPatch, t
     def generous(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
         return torch.minimum(count_accepted(sampled, drafts, num_drafts) + 1, num_drafts)
 
-    monkeypatch.setattr("paceline.runtime.runner.count_accepted", generous)
+    for where in ("runner", "round"):
+        monkeypatch.setattr(f"paceline.runtime.{where}.count_accepted", generous)
     report = tmp_path / "report.json"
     result = run("--prompts", str(prompts), "--json", str(report))
     assert result.exit_code == 1
@@ -108,7 +109,8 @@ def test_a_biased_verifier_fails_the_law_and_the_score(monkeypatch: pytest.Monke
                 sampled[i, k] = drafts[i, k]
         return count_accepted(sampled, drafts, num_drafts)
 
-    monkeypatch.setattr("paceline.runtime.runner.count_accepted", biased)
+    for where in ("runner", "round"):
+        monkeypatch.setattr(f"paceline.runtime.{where}.count_accepted", biased)
     _, sampled = closeness("float32", 64, 32, Mode("drafts"))
     gates = {item.gate for item in sampled.violations}
     assert {"regret", "distribution"} <= gates
