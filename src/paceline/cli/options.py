@@ -29,7 +29,7 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "Share of the GPU's memory to use in all.",
     "enable_prefix_caching": "Reuse the K/V of prompts with a common beginning.",
     "prefix_hash_key": "Secret of 16 to 64 bytes for block hashes, to share them between engines.",
-    "enforce_eager": "No CUDA graphs (GPU): slower, less memory, sooner ready.",
+    "enforce_eager": "No decode rounds, so no CUDA graphs: slower, sooner ready.",
     "max_logprobs": "Most alternatives a request may ask for per position.",
     "seed": "Seed of requests that name none.",
     "threads": "CPU threads. Default: torch's choice.",

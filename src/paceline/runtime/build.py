@@ -208,16 +208,11 @@ def _allocate(
             dtype=dtype,
             device=device,
         )
-    except (
-        MemoryError,
-        torch.OutOfMemoryError,
-        ValueError,
-    ) as error:  # numpy's word for "beyond any array" too
-        wanted = blocks * block_size * kv_bytes(config, dtype)
+    except (MemoryError, torch.OutOfMemoryError, ValueError) as error:  # ValueError: larger than any array
+        wanted = blocks * block_size * kv_bytes(config, dtype) / 2**30
         raise ConfigError(
-            f"A K/V cache of {blocks} blocks takes {wanted / 2**30:,.1f} GiB, which {device} does not have. "
-            "Lower "
-            "num_blocks or kv_cache_memory_bytes, or leave both out."
+            f"A K/V cache of {blocks} blocks takes {wanted:,.1f} GiB, which {device} does not have. "
+            "Lower num_blocks or kv_cache_memory_bytes, or leave both out."
         ) from error
 
 

@@ -111,8 +111,12 @@ class Runner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step. See :class:`paceline.runtime.plan.StepRunner`.
 
-        The slots' lengths advance as the last act: a launch that raises has changed nothing that a second one
-        would not redo.
+        The slots' lengths advance after everything that may fail for one request alone: a launch that raises
+        has changed nothing that a second one would not redo.
+
+        Raises:
+            EngineDeadError: it failed after lengths had advanced (drafting, or the second part of a step in
+                two parts), and cannot be run again.
         """
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
