@@ -45,6 +45,7 @@ SPECULATION_HELP: dict[str, tuple[Any, str]] = {
     "draft_state": (Literal["paged", "capture"], 'Same as "draft_state" in --speculative-config.'),
     "draft_window": (int, 'Same as "draft_window" in --speculative-config.'),
     "draft_capture_mb": (float, 'Same as "draft_capture_mb" in --speculative-config.'),
+    "synthetic_accept_length": (float, 'Same as "synthetic_accept_length" in --speculative-config.'),
 }
 """Flags of speculation: the whole config, and short forms of some of its fields."""
 

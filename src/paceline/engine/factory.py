@@ -69,10 +69,10 @@ def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None
     """Draft on a fixed prompt with an engine of its own, so that nothing of it stays."""
     from paceline.engine.self_check import check_prompt, self_check
 
-    prompt = check_prompt(built.folder)
-    if prompt is not None:
-        assert config.speculation is not None and config.speculation.model is not None
-        self_check(_assemble(config, built, info, 0), prompt, config.speculation.model)
+    speculation, prompt = config.speculation, check_prompt(built.folder)
+    assert speculation is not None and speculation.model is not None
+    if prompt is not None and speculation.synthetic_accept_length is None:
+        self_check(_assemble(config, built, info, 0), prompt, speculation.model)
 
 
 def _assemble(config: EngineConfig, built: Built, info: EngineInfo, lookahead: int | None) -> EngineCore:

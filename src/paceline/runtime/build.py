@@ -21,6 +21,7 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, kv_bytes, plan_memory
 from paceline.runtime.runner import Runner
 from paceline.speculation.config import SpeculativeConfig
+from paceline.speculation.synthetic import conditional_rate
 from paceline.text.generation_config import load_generation_defaults
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def build(engine: EngineConfig) -> Built:
         else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
         draft_window=None if speculation is None else speculation.draft_window,
         captures=_allocate_captures(memory.captures, drafter, engine.block_size),
+        synthetic_rate=_synthetic_rate(speculation, limits.num_drafts),
         rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
     )
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
@@ -123,6 +125,20 @@ def build(engine: EngineConfig) -> Built:
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
         captures=memory.captures,
     )
+
+
+def _synthetic_rate(speculation: SpeculativeConfig | None, num_drafts: int) -> float | None:
+    """At which rate to accept drafts, when they are not verified."""
+    if speculation is None or speculation.synthetic_accept_length is None:
+        return None
+    length = speculation.synthetic_accept_length
+    rate = conditional_rate(length, num_drafts)
+    logger.warning(
+        "SYNTHETIC ACCEPTANCE: drafts are accepted at random, %.4g tokens per round on average. For "
+        "measuring only: the tokens are meaningless.",
+        length,
+    )
+    return rate
 
 
 def _end_tokens(folder: Path, config: Qwen3Config) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.ops import RowLayout
+from paceline.runtime.acceptance import synthetic_accepted
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.state import SlotState, cache_slots
@@ -35,9 +36,10 @@ class DraftStage:
         num_drafts: drafts per round, at most the drafter's block holds.
         window: the drafter attends to so many last tokens only; None for no limit.
         captures: the store of tap rows, [capture slots, P, n * d]; None for paged draft state.
+        synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
 
     Attributes:
-        capture_rows: that store.
+        capture_rows: the store of tap rows.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class DraftStage:
         num_drafts: int,
         window: int | None = None,
         captures: Tensor | None = None,
+        synthetic_rate: float | None = None,
     ) -> None:
         self.drafter = drafter
         self.cache = cache
         self.num_drafts = num_drafts
+        self.synthetic_rate = synthetic_rate
         self.capture_rows = captures
         self._state = state
         self._width = drafter.config.block_size
@@ -100,6 +104,17 @@ class DraftStage:
         k, v = self.drafter.context_kv(self.drafter.context_features(taps), positions)
         for cache, rows in ((self.cache.k, k), (self.cache.v, v)):
             cache.flatten(1, 2).index_copy_(1, kv_slots, rows.to(cache.dtype))
+
+    def override(self, accepted: Tensor, slots: Tensor, anchors: Tensor, num_drafts: Tensor) -> Tensor:
+        """How many drafts stand, given how many do by the rule: as many, unless acceptance is synthetic.
+
+        Args:
+            accepted, slots, anchors, num_drafts: [N] int32; anchors are positions.
+        """
+        if self.synthetic_rate is None:
+            return accepted
+        seed_keys = self._state.sampling.ints[:, SEED_KEY][slots]
+        return synthetic_accepted(seed_keys, anchors, num_drafts, self.num_drafts, self.synthetic_rate)
 
     def propose(
         self,

@@ -101,6 +101,8 @@ class DecodeRound:
         sampled = drawn.view(-1, len(self._offset))
         fed = tokens.view_as(sampled)[:, 1:]
         accepted = count_accepted(sampled, fed, drafts.clamp(min=0))
+        if drafting is not None:
+            accepted = drafting.override(accepted, slots, self._state.num_computed[slots], drafts)
         self._advance(slots, drafts, sampled, accepted)
         if self.shape.propose and drafting is not None:
             drafting.propose(

@@ -53,6 +53,7 @@ class Runner:
         draft_cache: the drafter's K/V, under the same block ids unless there are ``captures``.
         draft_window: last tokens the drafter attends to; None for all.
         captures: where tap rows are captured, [capture slots, P, n * d]; None for paged draft state.
+        synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
         rounds: whether spans that are simple enough run as fixed-shape rounds, and those as CUDA graphs. The
             target's last block is then scratch and must not be in the pool; so is the drafter's last, or with
             ``captures`` its first.
@@ -72,6 +73,7 @@ class Runner:
         draft_cache: KVCache | None = None,
         draft_window: int | None = None,
         captures: Tensor | None = None,
+        synthetic_rate: float | None = None,
         rounds: Literal["none", "eager", "captured"] = "none",
     ) -> None:
         self.model = model
@@ -92,6 +94,7 @@ class Runner:
                 num_drafts=num_drafts,
                 window=draft_window,
                 captures=captures,
+                synthetic_rate=synthetic_rate,
             )
         self.device = device
         self._staging = Staging(16384, device)
@@ -174,7 +177,12 @@ class Runner:
         index = rows.first_sample[:, None] + torch.minimum(column, rows.num_drafts[:, None])  # [N, K + 1]
         sampled = drawn[index]
         fed = rows.tokens[rows.sample_rows]  # [Q]: what each sampled row was fed
-        return sampled, count_accepted(sampled, fed[index[:, 1:]], rows.num_drafts)
+        accepted = count_accepted(sampled, fed[index[:, 1:]], rows.num_drafts)
+        if self.drafting is not None:
+            first = rows.first_sample
+            slots, anchors = rows.sample_slots[first], rows.sample_positions[first]
+            accepted = self.drafting.override(accepted, slots, anchors, rows.num_drafts)
+        return sampled, accepted
 
     def _advance(self, rows: StepRows, tapped: Tensor | None, drawn: tuple[Tensor, Tensor] | None) -> None:
         """Write draft state and the tokens that stand, and move every slot's length past the rows that stand.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -34,12 +35,18 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     """The drafter attends to this many last tokens only; None is no limit."""
     draft_capture_mb: float | None = None
     """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
+    synthetic_accept_length: float | None = None
+    """For measuring only: accept drafts at random so that a round commits this many tokens on average, from 1
+    to drafts + 1. The tokens are then meaningless."""
 
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "draft_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or absent.")
+        length = self.synthetic_accept_length
+        if length is not None and not 1 <= length < math.inf:
+            raise ConfigError(f"synthetic_accept_length is {length}; it must lie in 1..drafts + 1.")
         if self.draft_capture_mb is not None:
             if self.draft_state != "capture":
                 raise ConfigError(
