@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -62,9 +63,10 @@ def test_every_drafter_changes_nothing(drafter: str, mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_everything(drafter: str, mode: str) -> None:
-    """300 prompts in four samplings, 40 tokens each."""
-    many = all_modes(golden_prompts(300), 40)
-    check(proof(drafter, 300, 40), next(item for item in many if item.name == mode))
+    """300 prompts in four samplings in every mode, none left out; 60 of them with each other drafter."""
+    wanted = next(item for item in all_modes(golden_prompts(300), MAX_TOKENS) if item.name == mode)
+    check(proof(drafter, 300), replace(wanted, share=1), 1 if drafter == MAIN else 5)
