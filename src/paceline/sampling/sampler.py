@@ -222,13 +222,14 @@ def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, features:
         masked = mask_min_p(logits, state.floats[rows.slots]) if features.plain_min_p else logits
         # One kernel over all rows; what it picks for truncated rows is replaced below.
         sample_argmax(masked, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
-    if len(features.short):
-        group = _group(features.short, logits, rows, state)
-        group.put(tokens, _draw_ordered(group, features.short_k))
-    for members in (features.nucleus, features.large):
-        if len(members):
+    for kind, k in (
+        (features.short, features.short_k),
+        (features.nucleus, logits.shape[1]),
+        (features.large, logits.shape[1]),
+    ):
+        for members in parts(kind, logits):
             group = _group(members, logits, rows, state)
-            group.put(tokens, _draw_ordered(group, logits.shape[1]))
+            group.put(tokens, _draw_ordered(group, k))
     return tokens
 
 
