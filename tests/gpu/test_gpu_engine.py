@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.bench.geometry import geometry_folder
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
@@ -21,7 +22,7 @@ from support.engines import GOLDEN, complete, golden_cases, tokens_of
 
 pytestmark = pytest.mark.gpu
 
-GEOMETRY = Path(__file__).parent.parent.parent / "benchmarks" / "geometries" / "qwen3-4b"
+GEOMETRY = geometry_folder("qwen3-4b")
 REGRET_NATS = 0.20
 
 

@@ -6,12 +6,17 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 import paceline
+
+if TYPE_CHECKING:
+    from paceline.bench.driver import Driver
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -46,24 +51,51 @@ def _cpu_name() -> str:
 
 
 def read_bandwidth(device: torch.device, repeats: int = 9) -> float:
-    """Bytes per second at which weights can be read: a matrix-vector product over 256 MB (CPU) or 4 GB (GPU).
+    """Bytes per second at which weights can be read: a matrix-vector product over 256 MB (CPU) or 4 GB (GPU),
+    or on a GPU a copy, whichever is faster.
 
-    A decode step at batch 1 is such products one after the other, so this is the ceiling it is compared with.
-    Median of ``repeats``.
+    A decode round at batch 1 is such products one after the other, so this is the ceiling it is compared
+    with. Medians of ``repeats``.
     """
-    rows = 2**14 if device.type == "cpu" else 2**18
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    columns = 4096 if device.type == "cpu" else 8192
+    on_gpu = device.type == "cuda"
+    rows, columns = (2**18, 8192) if on_gpu else (2**14, 4096)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     matrix = torch.randn(rows, columns, device=device, dtype=dtype)
     vector = torch.randn(columns, device=device, dtype=dtype)
+    num_bytes = matrix.numel() * matrix.element_size()
+    rate = num_bytes / _median_s(lambda: torch.mv(matrix, vector), device, repeats)
+    if on_gpu:
+        half = matrix.view(2, -1)
+        rate = max(rate, num_bytes / _median_s(lambda: half[0].copy_(half[1]), device, repeats))
+    return rate
+
+
+def _median_s(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of an action, after two to warm up."""
     seconds = []
     for i in range(repeats + 2):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        torch.mv(matrix, vector)
+        action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i >= 2:
             seconds.append(time.perf_counter() - start)
-    return matrix.numel() * matrix.element_size() / statistics.median(seconds)
+    return statistics.median(seconds)
+
+
+def describe_engine(driver: Driver) -> dict[str, Any]:
+    """What was measured, as it stands beside every result."""
+    info, engine = driver.info, driver.engine
+    speculation = engine.speculation
+    return {
+        "model": Path(info.folder).name if engine.model is None else engine.model_path,
+        "dtype": info.dtype,
+        "load_format": engine.load_format,
+        "weights_bytes": info.weights_bytes,
+        "max_num_seqs": info.max_num_seqs,
+        "block_size": info.block_size,
+        "speculation": None if speculation is None else msgspec.to_builtins(speculation),
+        "num_drafts": driver.num_drafts,
+    }

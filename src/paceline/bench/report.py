@@ -1,0 +1,172 @@
+"""What every benchmark hands back: rows under named columns, as a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value of each row worth showing.
+
+    Attributes:
+        key: its name in the row.
+        title: over the column, unit included.
+        form: format specification of a number.
+    """
+
+    key: str
+    title: str
+    form: str = ""
+
+    def shown(self, row: Row) -> str:
+        """The value of a row as text; nothing where there is none."""
+        value = row.get(self.key)
+        return "" if value is None else format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """How to draw rows: one line per ``series`` over numbers ``x``, or bars over names ``x``."""
+
+    x: str
+    y: str
+    series: str | None = None
+    bars: bool = False
+
+
+@dataclass
+class Report:
+    """Results of one benchmark.
+
+    Attributes:
+        bench: its command, such as ``latency``.
+        machine: machine, versions and command (:func:`paceline.bench.machine.describe_machine`).
+        settings: everything that was chosen.
+        columns: what of the rows the table shows.
+        plot: what of the rows the plot shows.
+        results: rows of plain values.
+    """
+
+    bench: str
+    machine: Row
+    settings: Row
+    columns: Sequence[Column]
+    plot: Plot
+    results: list[Row] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Everything but how to show it."""
+        whole = {
+            "bench": self.bench,
+            "machine": self.machine,
+            "settings": self.settings,
+            "results": self.results,
+        }
+        return json.dumps(whole, indent=1) + "\n"
+
+    @property
+    def title(self) -> str:
+        """What was measured, on what."""
+        model = Path(str(self.settings.get("model", ""))).name
+        return f"{self.bench}: {model} on {self.machine.get('gpu', self.machine['cpu'])}"
+
+    def table(self) -> Table:
+        """The rows for a terminal."""
+        table = Table(title=self.title)
+        for column in self.columns:
+            table.add_column(column.title, justify="right")
+        for row in self.results:
+            table.add_row(*(column.shown(row) for column in self.columns))
+        return table
+
+    def draw(self, path: str) -> None:
+        """Write the plot; the file's ending picks the format.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or does not know the format.
+        """
+        _require_matplotlib()
+        from matplotlib.figure import Figure  # draws without a display
+
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        plot = self.plot
+        titles = {column.key: column.title for column in self.columns}
+        if plot.bars:
+            names = [str(row[plot.x]) for row in self.results]
+            axes.barh(names, [row[plot.y] or 0.0 for row in self.results])
+            axes.invert_yaxis()
+            axes.set_xlabel(titles.get(plot.y, plot.y))
+        else:
+            for name, rows in self._series().items():
+                axes.plot([r[plot.x] for r in rows], [r[plot.y] for r in rows], marker="o", label=name)
+            axes.set_xlabel(titles.get(plot.x, plot.x))
+            axes.set_ylabel(titles.get(plot.y, plot.y))
+            axes.set_ylim(bottom=0)
+            if plot.series is not None:
+                axes.legend()
+        axes.set_title(self.title)
+        axes.grid(alpha=0.3)
+        try:
+            figure.savefig(path)
+        except ValueError as error:
+            raise ConfigError(f"--plot {path}: {error}.") from error
+
+    def _series(self) -> dict[str, list[Row]]:
+        groups: dict[str, list[Row]] = {}
+        for row in self.results:
+            groups.setdefault(str(row[self.plot.series]) if self.plot.series else "", []).append(row)
+        return groups
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go beside the terminal.
+
+    Attributes:
+        json_path, plot_path: files to write; None for none.
+    """
+
+    json_path: str | None = None
+    plot_path: str | None = None
+
+    def check(self) -> None:
+        """Before anything is measured: can it be written?
+
+        Raises:
+            ConfigError: no such folder, or no matplotlib.
+        """
+        for flag, path in (("--json", self.json_path), ("--plot", self.plot_path)):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ConfigError(f"{flag} {path}: there is no folder {Path(path).parent}. Make it first.")
+        if self.plot_path is not None:
+            _require_matplotlib()
+
+    def write(self, report: Report) -> None:
+        """Print the table and write the files."""
+        Console().print(report.table())
+        if self.json_path is not None:
+            Path(self.json_path).write_text(report.to_json(), encoding="utf-8")
+        if self.plot_path is not None:
+            report.draw(self.plot_path)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install 'paceline[bench]'."
+        ) from error
