@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
 
 from paceline.ops import reference
+from paceline.ops.choices import MatmulConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -73,6 +75,52 @@ def test_silu_mul(kernels: Any, shape: tuple[int, ...], dtype: torch.dtype) -> N
     close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    """What a product with this epilogue is, by torch."""
+    out = F.linear(x, weight, bias)
+    return reference.silu_mul(out) if mode == "swiglu" else out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("splits", "chunks"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("mode", ["linear", "bias", "swiglu", "parts"])
+def test_matmul(kernels: Any, mode: str, swap: bool, splits: int, chunks: int, dtype: torch.dtype) -> None:
+    """Also with rows, columns and a depth that fill no tile, and fewer tiles of depth than splits."""
+    block = 16 if INTERPRETED else 64
+    config = MatmulConfig(16, block, 16, splits, chunks, swap, num_stages=2)
+    for rows, width, depth in [(1, 40, 64), (19, 72, 40), (33, 64, 16)]:
+        x = random(rows, 2 * depth, dtype=dtype)[:, :depth]
+        weight = random(2 * width if mode == "swiglu" else width, depth, dtype=dtype) / depth**0.5
+        bias = random(width, dtype=dtype) if mode == "bias" else None
+        out = kernels.matmul(x, weight, bias, config=config, swiglu=mode == "swiglu", parts=mode == "parts")
+        if mode == "parts":
+            assert out.shape == (splits, rows, width) and out.dtype == torch.float32
+            out = out.sum(0).to(dtype)
+        assert out.dtype == dtype
+        close(out, multiplied(x, weight, bias, mode))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_adds_the_parts_of_a_product(kernels: Any, dtype: torch.dtype) -> None:
+    parts = random(3, 2, 5, 100, dtype=torch.float32)
+    residual, weight = random(2, 5, 100, dtype=dtype), random(100, dtype=dtype)
+    normed, total = kernels.add_rms_norm(parts, residual, weight, EPS)
+    whole = (parts[0] + parts[1] + parts[2]).to(dtype)
+    assert torch.equal(total, whole + residual)
+    close(normed, reference.rms_norm(whole + residual, weight, EPS))
+
+
+def test_counters_are_back_at_zero(kernels: Any) -> None:
+    from paceline.ops.triton.arrival import counters
+
+    config = MatmulConfig(16, 16, 16, splits=3)
+    x, weight = random(20, 64, dtype=torch.float32), random(40, 64, dtype=torch.float32)
+    kernels.matmul(x, weight, config=config)
+    attend(kernels, make_scene([(130, 1), (40, 9)], device=DEVICE), config=configs()[2])
+    assert not counters(x.device).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64)])
 def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -101,7 +149,7 @@ def attend(
     kernels: Any, scene: Scene, window: int | None = None, bidirectional: bool = False, config: Any = None
 ) -> Tensor:
     out: Tensor = kernels.paged_attention(
-        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, bidirectional, config
+        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, bidirectional, config=config
     )
     return out
 

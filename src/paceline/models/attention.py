@@ -27,6 +27,7 @@ class AttentionSpec:
         eps: epsilon of the q and k norms.
         window: keys a query sees, its own included; None = all before it.
         bidirectional: whether rows of a drafter's block also see the block's later rows; a target's never do.
+        deterministic: a row's result depends on that row and its keys alone, bit for bit; for serving only.
     """
 
     num_heads: int
@@ -35,6 +36,7 @@ class AttentionSpec:
     eps: float
     window: int | None = None
     bidirectional: bool = False
+    deterministic: bool = False
 
     @property
     def scale(self) -> float:
@@ -148,7 +150,14 @@ class PagedContext:
             v_cache,
         )  # [R, H, D]
         out = ops.paged_attention(
-            q, k_cache, v_cache, self.layout, spec.scale, spec.window, spec.bidirectional
+            q,
+            k_cache,
+            v_cache,
+            self.layout,
+            spec.scale,
+            spec.window,
+            spec.bidirectional,
+            deterministic=spec.deterministic,
         )
         return out.view(*qkv.shape[:-1], -1)
 

@@ -95,7 +95,7 @@ class DraftLayer(nn.Module):
         """(qkv [*rows, (H + 2 KV) * D], residual [*rows, d]) -> (MLP output, residual before it is added)."""
         q_norm, k_norm = self.q_norm.weight, self.k_norm.weight
         out = context.attend(self.layer, qkv, q_norm, k_norm, positions, cos_sin, self.spec)
-        x, residual = self.post_attention_layernorm.add(self.o_proj(out), residual)
+        x, residual = self.post_attention_layernorm.add(self.o_proj.parts(out), residual)
         return self.mlp(x), residual
 
 

@@ -8,6 +8,7 @@ gate_up_proj.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -38,25 +39,45 @@ class Linear(nn.Linear):
     """
 
     packed: Tensor | None = None
+    deterministic = False
 
-    def freeze(self) -> None:
+    def freeze(self, deterministic: bool) -> None:
         """Prepare for inference: the weights will not change any more."""
         self.packed = ops.pack_linear(self.weight.detach())
+        self.deterministic = deterministic
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, in] -> [*, out]."""
-        return ops.linear(x, self.weight, self.bias, self.packed)
+        return ops.linear(x, self.weight, self.bias, self.packed, deterministic=self.deterministic)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """The same for ``RMSNorm.add``, which may be left to do the last sum; see ``ops.linear_parts``."""
+        if self.deterministic:
+            return self(x)  # type: ignore[no-any-return]
+        return ops.linear_parts(x, self.weight, self.bias, self.packed)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """[*, in] -> [*, out / 2]: ``ops.silu_mul`` of the product."""
+        if self.deterministic:
+            return ops.silu_mul(self(x))
+        return ops.linear_silu_mul(x, self.weight, self.packed)
 
     def reset_parameters(self) -> None:
         """Leave the memory untouched: filling 4B values that will be overwritten takes half a minute."""
 
 
-def freeze(module: nn.Module) -> None:
-    """Make a loaded module ready to serve: no gradients, evaluation mode, weights packed where that pays."""
+def freeze(module: nn.Module, *, deterministic: bool = False) -> None:
+    """Make a loaded module ready to serve: no gradients, evaluation mode, weights packed where that pays.
+
+    Args:
+        deterministic: a row's result depends on that row and its own keys alone, bit for bit. Slower.
+    """
     module.requires_grad_(False).eval()
     for part in module.modules():
         if isinstance(part, Linear):
-            part.freeze()
+            part.freeze(deterministic)
+        elif isinstance(part, Attention):
+            part.spec = replace(part.spec, deterministic=deterministic)
 
 
 class RMSNorm(nn.Module):
@@ -74,7 +95,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual) in one pass."""
+        """(norm(x + residual), x + residual) in one pass; x may come from ``Linear.parts``."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -100,12 +121,12 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.q_size, d, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext) -> Tensor:
-        """[*rows, d] -> [*rows, d]."""
+        """[*rows, d] -> [*rows, d], for ``RMSNorm.add``."""
         qkv = self.qkv_proj(x)  # [*rows, (H + 2 KV) * D]
         out = context.attend(
             self.layer, qkv, self.q_norm.weight, self.k_norm.weight, positions, cos_sin, self.spec
         )
-        return self.o_proj(out)  # type: ignore[no-any-return]
+        return self.o_proj.parts(out)
 
 
 class MLP(nn.Module):
@@ -120,8 +141,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, d, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[*rows, d] -> [*rows, d]."""
-        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        """[*rows, d] -> [*rows, d], for ``RMSNorm.add``."""
+        return self.down_proj.parts(self.gate_up_proj.silu_mul(x))
 
 
 class DecoderLayer(nn.Module):

@@ -6,40 +6,26 @@ needed, or under torch.compile, the differentiable ops run the reference on ever
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
 from paceline.ops import reference, reference_attention
+from paceline.ops.activation import silu_mul
+from paceline.ops.dispatch import differentiated, kernels
 from paceline.ops.layout import RowLayout
-from paceline.ops.linear import linear, pack_linear
+from paceline.ops.linear import linear, linear_parts, linear_silu_mul, pack_linear
 
 __all__ = [
     "RowLayout",
     "add_rms_norm",
     "linear",
+    "linear_parts",
+    "linear_silu_mul",
     "pack_linear",
     "paged_attention",
     "qk_norm_rope_write",
     "rms_norm",
     "silu_mul",
 ]
-
-
-@cache
-def _kernels() -> ModuleType:
-    """The Triton versions. Imported late: Triton is not there on a CPU-only install."""
-    from paceline.ops import triton
-
-    return triton
-
-
-def _differentiated(*tensors: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,8 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [*, d] in x's dtype.
     """
-    if x.is_cuda and not _differentiated(x, weight):
-        return _kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    if x.is_cuda and not differentiated(x, weight):
+        return kernels().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     return reference.rms_norm(x, weight, eps)
 
 
@@ -66,22 +52,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Neither input is changed. The sum is rounded to its dtype before the norm reads it.
 
     Args:
-        x, residual: [*, d], of one dtype.
+        x, residual: [*, d], of one dtype. On a GPU x may also be what ``linear_parts`` returns, [S, *, d]
+            fp32: the parts are added in their order and rounded to the residual's dtype first.
         weight: [d].
 
     Returns:
         The normed sum and the sum, both [*, d].
     """
-    if x.is_cuda and not _differentiated(x, residual, weight):
-        return _kernels().add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+    if x.is_cuda and not differentiated(x, residual, weight):
+        return kernels().add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
     return reference.add_rms_norm(x, residual, weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` where ``gate_up`` [*, 2I] holds gate, then up. Returns [*, I]."""
-    if gate_up.is_cuda and not _differentiated(gate_up):
-        return _kernels().silu_mul(gate_up)  # type: ignore[no-any-return]
-    return reference.silu_mul(gate_up)
 
 
 def qk_norm_rope_write(
@@ -109,7 +89,7 @@ def qk_norm_rope_write(
     Returns:
         q [R, H, D], normed and rotated, in qkv's dtype.
     """
-    write = _kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
+    write = kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
     return write(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
 
 
@@ -121,6 +101,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     bidirectional: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's keys, its own position included.
 
@@ -134,9 +116,10 @@ def paged_attention(
         scale: factor of the scores before the softmax.
         window: a row at position p sees positions above ``p - window`` only; None sees all.
         bidirectional: a row also sees the later rows of its own sequence in this layout: a drafter's block.
+        deterministic: a row's result depends on it and its keys alone, bit for bit. Slower.
 
     Returns:
         [R, H, D] in q's dtype; padding rows (from ``row_start[B]`` on) hold unspecified values.
     """
-    attend = _kernels().paged_attention if q.is_cuda else reference_attention.paged_attention
-    return attend(q, k_cache, v_cache, layout, scale, window, bidirectional)
+    attend = kernels().paged_attention if q.is_cuda else reference_attention.paged_attention
+    return attend(q, k_cache, v_cache, layout, scale, window, bidirectional, deterministic=deterministic)

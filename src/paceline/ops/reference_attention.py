@@ -68,6 +68,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     bidirectional: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """Attention of every row over its sequence's paged keys; see :func:`paceline.ops.paged_attention`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape

@@ -4,11 +4,16 @@ One program serves a tile of rows of one sequence, all query heads that share on
 one range of keys. Rows and heads together are the rows of the matrix products, so that a decode row of
 Qwen3-4B fills 4 rows instead of 1. Softmax is online (Milakov & Gimelshein, arXiv:1805.02867;
 FlashAttention-2, Dao, arXiv:2307.08691), in base 2 and fp32; keys are split among programs as in
-Flash-Decoding (Dao et al., 2023).
+Flash-Decoding (Dao et al., 2023), and the program that finishes last merges what the others left.
 
 The host chooses tile sizes and the number of splits from row counts and bounds; every length is read from
 device memory. Nothing waits for the device, and the grid of a layout's shape never changes, so that a launch
-can be captured.
+can be captured. How many of the splits have work is the device's matter: a short context in a grid made for
+long ones is shared by few programs, and the others leave at once.
+
+*Deterministic* attention cuts the keys in chunks at fixed positions, merged in order, whether by one program
+or by many; tiles are always of one size. A row then gets the same bits in a prefill chunk, a span, or alone:
+blocks and chunks in which it sees no key change nothing, exactly.
 
 Seam: a row tree's ancestor mask would be one more term of ``visible``, for keys at or above the sequence's
 ``num_computed``.
@@ -26,11 +31,18 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.ops.layout import RowLayout
+from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
 
 HEAD_DIMS = (32, 64, 128)
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 128
 """Fewest keys worth a split: below, reading the partial results costs as much as the keys."""
+
+CHUNK_KEYS = 512
+"""Keys of a chunk in deterministic attention."""
+
+CHUNK_PROGRAMS = 1024
+"""Deterministic attention gives each chunk its own program while there are no more tiles than this."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -42,8 +54,11 @@ class AttentionConfig:
     Attributes:
         block_m: rows of the score tile, a power of two, at least 16: tile_rows * (H / KV) of them are used.
         block_n: keys per iteration, a power of two, at least 16.
-        num_splits: programs that share the keys of one tile.
-        num_warps, num_stages: of the main kernel.
+        num_splits: programs that share the keys of one tile, at most.
+        num_warps, num_stages: of the kernel.
+        split_keys: fewest keys of a split.
+        chunk_keys: keys are summed in chunks of so many, counted from position 0, one for each split when
+            there are splits; 0: as it comes. A multiple of block_n.
     """
 
     block_m: int
@@ -51,6 +66,62 @@ class AttentionConfig:
     num_splits: int
     num_warps: int
     num_stages: int
+    split_keys: int = MIN_SPLIT_KEYS
+    chunk_keys: int = 0
+
+
+@triton.jit
+def _attend(
+    q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position, begin, end, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr,
+    BIDIRECTIONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention of the tile over the keys begin … end - 1: (result [BLOCK_M, D], log2 of the sum of the
+    scores' exponentials [BLOCK_M], -inf where no key is seen).
+    """
+    column = tl.arange(0, D)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    for first_key in range(begin, end, BLOCK_N):
+        key = first_key + tl.arange(0, BLOCK_N)
+        exists = key < end
+        block = tl.load(table_ptr + key // P, mask=exists, other=0).to(tl.int64)  # int64: 2^31 elements
+        offset = ((block * P + key % P) * NUM_KV_HEADS + kv_head) * D
+        address = offset[:, None] + column[None, :]
+        k = tl.load(k_cache_ptr + address, mask=exists[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+        visible = exists[None, :]
+        if not BIDIRECTIONAL:
+            visible = visible & (key[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf is NaN: nothing seen yet
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(v_cache_ptr + address, mask=exists[:, None], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    any_key = total > 0.0
+    total = tl.where(any_key, total, 1.0)
+    return acc / total[:, None], tl.where(any_key, peak + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def _merge(peak, total, acc, part, lse):
+    """Take one more range's result into a running one. The sums are spelled as fused multiply-adds: wherever
+    this is compiled, the bits are the same.
+    """
+    new_peak = tl.maximum(peak, lse)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    keep = tl.exp2(peak - shift)
+    weight = tl.exp2(lse - shift)
+    total = tl.fma(total, keep, weight)
+    acc = tl.fma(part, tl.broadcast_to(weight[:, None], part.shape), acc * keep[:, None])
+    return new_peak, total, acc
 
 
 # Not specialised: a new batch size, or a buffer's new alignment, must not compile a new kernel while serving.
@@ -62,14 +133,17 @@ class AttentionConfig:
         "block_tables_ptr",
         "num_seqs",
         "num_splits",
+        "split_keys",
     ]
 )
 def _attention_kernel(
     q_ptr,  # [R, H, D]
     k_cache_ptr,  # [num_blocks, P, KV, D]
     v_cache_ptr,
-    out_ptr,  # [R, H, D], or with SPLIT [R, H, splits, D] fp32
-    lse_ptr,  # with SPLIT [R, H, splits] fp32, base 2; -inf where a split holds no visible key
+    out_ptr,  # [R, H, D]
+    partial_ptr,  # with SPLIT [tiles, KV, splits, BLOCK_M, D] fp32
+    lse_ptr,  # with SPLIT [tiles, KV, splits, BLOCK_M] fp32
+    counter_ptr,  # with SPLIT [tiles, KV]
     slots_ptr,
     row_start_ptr,
     num_computed_ptr,
@@ -77,6 +151,7 @@ def _attention_kernel(
     table_stride,
     num_seqs,
     num_splits,
+    split_keys,
     scale_log2,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -87,6 +162,7 @@ def _attention_kernel(
     TILE_ROWS: tl.constexpr,
     SEARCH: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,  # 0: none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -116,6 +192,25 @@ def _attention_kernel(
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     computed = tl.load(num_computed_ptr + slot)
 
+    begin = 0
+    end = computed + (num_rows if BIDIRECTIONAL else tl.minimum(tile_row + TILE_ROWS, num_rows))
+    if WINDOW > 0:
+        begin = tl.maximum(computed + tile_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    active = 1  # splits that have work
+    first_chunk = 0
+    if CHUNK > 0:
+        first_chunk = begin // CHUNK
+    if SPLIT:
+        if CHUNK > 0:
+            active = tl.cdiv(end, CHUNK) - first_chunk
+        else:
+            # a whole number of blocks
+            split_keys = tl.maximum(tl.cdiv(end - begin, num_splits), split_keys)
+            split_keys = tl.cdiv(split_keys, BLOCK_N) * BLOCK_N
+            active = tl.cdiv(end - begin, split_keys)
+        if split >= active:
+            return
+
     m = tl.arange(0, BLOCK_M)
     row = tile_row + m // GROUP
     head = kv_head * GROUP + m % GROUP
@@ -123,84 +218,56 @@ def _attention_kernel(
     query_position = computed + row
     column = tl.arange(0, D)
     out_row = (first_row + row).to(tl.int64) * NUM_HEADS + head
-    q = tl.load(q_ptr + out_row[:, None] * D + column[None, :], mask=served[:, None], other=0.0)
-
-    begin = 0
-    end = computed + (num_rows if BIDIRECTIONAL else tl.minimum(tile_row + TILE_ROWS, num_rows))
-    if WINDOW > 0:
-        begin = tl.maximum(computed + tile_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    if SPLIT:
-        split_keys = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
-        begin += split * split_keys
-        end = tl.minimum(end, begin + split_keys)
-
+    at = out_row[:, None] * D + column[None, :]
+    q = tl.load(q_ptr + at, mask=served[:, None], other=0.0)
     table_ptr = block_tables_ptr + slot * table_stride
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    for first_key in range(begin, end, BLOCK_N):
-        key = first_key + tl.arange(0, BLOCK_N)
-        exists = key < end
-        block = tl.load(table_ptr + key // P, mask=exists, other=0).to(tl.int64)  # int64: 2^31 elements
-        offset = ((block * P + key % P) * NUM_KV_HEADS + kv_head) * D
-        address = offset[:, None] + column[None, :]
-        k = tl.load(k_cache_ptr + address, mask=exists[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
-        visible = exists[None, :]
-        if not BIDIRECTIONAL:
-            visible = visible & (key[None, :] <= query_position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf is NaN: nothing seen yet
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        v = tl.load(v_cache_ptr + address, mask=exists[:, None], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
 
-    any_key = total > 0.0
-    acc = acc / tl.where(any_key, total, 1.0)[:, None]
+    if CHUNK > 0 and not SPLIT:
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        for chunk in range(first_chunk, tl.cdiv(end, CHUNK)):
+            part, lse = _attend(
+                q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position,
+                tl.maximum(begin, chunk * CHUNK), tl.minimum(end, chunk * CHUNK + CHUNK), scale_log2,
+                NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            peak, total, acc = _merge(peak, total, acc, part, lse)
+        out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    else:
+        if CHUNK > 0:
+            start = (first_chunk + split) * CHUNK
+            end = tl.minimum(end, start + CHUNK)
+            begin = tl.maximum(begin, start)
+        elif SPLIT:
+            begin += split * split_keys
+            end = tl.minimum(end, begin + split_keys)
+        out, lse = _attend(
+            q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position, begin, end, scale_log2,
+            NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     if SPLIT:
-        out_row = out_row * num_splits + split
-        lse = tl.where(any_key, peak + tl.log2(tl.where(any_key, total, 1.0)), float("-inf"))
-        tl.store(lse_ptr + out_row, lse, mask=served)
-        # what holds no key is not stored: the combine never reads it
-        served = served & any_key
-    tl.store(
-        out_ptr + out_row[:, None] * D + column[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=served[:, None],
-    )
-
-
-@triton.jit(do_not_specialize=["row_start_ptr", "num_seqs", "num_splits"])
-def _combine_kernel(
-    partial_ptr,  # [R * H, splits, D] fp32
-    lse_ptr,  # [R * H, splits]
-    out_ptr,  # [R * H, D]
-    row_start_ptr,
-    num_seqs,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(row_start_ptr + num_seqs) * NUM_HEADS:  # padding: no partial results were written
-        return
-    split = tl.arange(0, BLOCK_SPLITS)
-    column = tl.arange(0, D)
-    lse = tl.load(lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    weight = weight / tl.sum(weight, axis=0)
-    holds_keys = (lse > float("-inf"))[:, None]
-    partial_at = (row * num_splits + split)[:, None] * D + column[None, :]
-    partial = tl.load(partial_ptr + partial_at, mask=holds_keys, other=0.0)
-    out = tl.sum(partial * weight[:, None], axis=0)
-    tl.store(out_ptr + row * D + column, out.to(out_ptr.dtype.element_ty))
+        result = tile * NUM_KV_HEADS + kv_head
+        last = active == 1
+        m_at = result.to(tl.int64) * num_splits * BLOCK_M + m
+        if active > 1:
+            mine = m_at + split * BLOCK_M
+            tl.store(lse_ptr + mine, lse)
+            tl.store(partial_ptr + mine[:, None] * D + column[None, :], out)
+            last = arrive(counter_ptr + result, active)
+        if not last:
+            return
+        if active > 1:
+            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, D), tl.float32)
+            for i in range(active):
+                other = m_at + i * BLOCK_M
+                part_lse = tl.load(lse_ptr + other, cache_modifier=".cg")
+                part = tl.load(partial_ptr + other[:, None] * D + column[None, :], cache_modifier=".cg")
+                peak, total, acc = _merge(peak, total, acc, part, part_lse)
+            out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=served[:, None])
 
 
 @lru_cache
@@ -240,6 +307,26 @@ def choose_config(
     )
 
 
+def fixed_config(
+    layout: RowLayout, num_rows: int, group: int, num_kv_heads: int, dtype: torch.dtype
+) -> AttentionConfig:
+    """How deterministic attention cuts the work: tiles and chunks of one size. Chunks share a program where
+    there are many tiles, which fill the device without it.
+    """
+    block_m = max(64, triton.next_power_of_2(group))
+    block_n = 32 if dtype == torch.float32 else 64
+    tiles = num_tiles(layout, num_rows, block_m // group) * num_kv_heads
+    chunks = -(-layout.host_max_context // CHUNK_KEYS)
+    return AttentionConfig(
+        block_m=block_m,
+        block_n=block_n,
+        num_splits=1 if tiles > CHUNK_PROGRAMS else chunks,
+        num_warps=4,
+        num_stages=2,
+        chunk_keys=CHUNK_KEYS,
+    )
+
+
 def num_tiles(layout: RowLayout, num_rows: int, tile_rows: int) -> int:
     """Programs along the first axis of the grid: an upper bound of the tiles of a layout; see RowLayout."""
     num_seqs = len(layout.host_rows)
@@ -256,11 +343,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     bidirectional: bool = False,
+    *,
+    deterministic: bool = False,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """See :func:`paceline.ops.paged_attention`.
 
-    With splits, fp32 partial results take R * H * splits * (D + 1) * 4 bytes for the time of the call.
+    With splits, fp32 partial results take tiles * KV * splits * block_m * (D + 1) * 4 bytes for the time of
+    the call.
 
     Args:
         config: how to cut the work up; chosen by :func:`choose_config` when None.
@@ -286,19 +376,26 @@ def paged_attention(
         return out
     group = num_heads // num_kv_heads
     if config is None:
-        config = choose_config(layout, num_rows, group, num_kv_heads, q.dtype, _num_processors(q.device))
+        if deterministic:
+            config = fixed_config(layout, num_rows, group, num_kv_heads, q.dtype)
+        else:
+            config = choose_config(layout, num_rows, group, num_kv_heads, q.dtype, _num_processors(q.device))
     splits, tile_rows = config.num_splits, config.block_m // group
+    tiles = num_tiles(layout, num_rows, tile_rows)
+    partial = lse = out
     if splits > 1:
-        partial = torch.empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
-    else:
-        partial = lse = out
-    _attention_kernel[(num_tiles(layout, num_rows, tile_rows), num_kv_heads, splits)](
+        shape = (tiles, num_kv_heads, splits, config.block_m)
+        assert tiles * num_kv_heads <= MAX_COUNTERS
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _attention_kernel[(tiles, num_kv_heads, splits)](
         q,
         k_cache,
         v_cache,
+        out,
         partial,
         lse,
+        counters(q.device),
         layout.slots,
         layout.row_start,
         layout.num_computed,
@@ -306,6 +403,7 @@ def paged_attention(
         layout.block_tables.stride(0),
         len(layout.host_rows),
         splits,
+        config.split_keys,
         scale * _LOG2_E,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -316,22 +414,10 @@ def paged_attention(
         TILE_ROWS=tile_rows,
         SEARCH=max(layout.host_rows) > tile_rows,
         SPLIT=splits > 1,
+        CHUNK=config.chunk_keys,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if splits > 1:
-        _combine_kernel[(num_rows * num_heads,)](
-            partial,
-            lse,
-            out,
-            layout.row_start,
-            len(layout.host_rows),
-            splits,
-            NUM_HEADS=num_heads,
-            D=head_dim,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
     return out

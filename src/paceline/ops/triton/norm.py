@@ -1,4 +1,7 @@
-"""RMS norm, with and without the residual add before it. One program per row; the row stays in registers."""
+"""RMS norm, with and without the residual add before it, and the last sum of a product split by its depth.
+
+One program per row; the row stays in registers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# Not specialised: a new batch size must not compile a new kernel while serving.
+@triton.jit(do_not_specialize=["part_stride", "num_parts"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -17,15 +21,22 @@ def _rms_norm_kernel(
     sum_ptr,
     x_stride,
     residual_stride,
+    part_stride,
+    num_parts,
     dim,
     eps,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,  # x is [num_parts, R, dim] fp32
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < dim
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    if PARTS:
+        for part in range(1, num_parts):
+            x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
+        x = x.to(out_ptr.dtype.element_ty)  # rounded as the product would be
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
         # rounded to the residual stream's dtype before the norm reads it, as the unfused pair does
@@ -40,26 +51,29 @@ def _rms_norm_kernel(
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if residual is None:
-        added, total = rows, out
-    else:
-        added, total = residual.reshape(-1, dim), torch.empty_like(out)
-    assert rows.stride(1) == added.stride(1) == 1
-    if rows.shape[0]:
+    like = x if residual is None else residual
+    num_parts = x.shape[0] if x.dim() > like.dim() else 1
+    parts = x.reshape(num_parts, -1, dim)  # [1, R, d], or [S, R, d] fp32
+    added = like.reshape(-1, dim)
+    out = torch.empty(like.shape, dtype=like.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    assert parts.stride(2) == added.stride(1) == 1
+    if added.shape[0]:
         block = triton.next_power_of_2(dim)
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows,
+        _rms_norm_kernel[(added.shape[0],)](
+            parts,
             added,
             weight,
             out,
             total,
-            rows.stride(0),
+            parts.stride(1),
             added.stride(0),
+            parts.stride(0),
+            num_parts,
             dim,
             eps,
             ADD=residual is not None,
+            PARTS=x.dim() > like.dim(),
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
         )

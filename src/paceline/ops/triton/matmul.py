@@ -1,0 +1,213 @@
+"""``x @ weight.T`` for few rows: the weights are read once, at the speed of memory.
+
+With R rows a product of an [N, K] weight does 2 R flops for every 2 bytes it reads, so up to some 128 rows
+an H200 waits for memory alone: N * K * 2 bytes at 4.2 TB/s (Qwen3-4B: qkv 7.5 us, o 5.0, gate and up 23.7,
+down 11.9, head 185). What a kernel can lose there is programs that do not fill the device (*splits* of K make
+more of them), loads that are not in flight early enough (*stages*), and the kernels around it (fused
+epilogues). *Swapped* operands put the weights where the tensor core wants 64 rows, and the few rows of x
+where it takes 16.
+
+K is summed in fp32, chunk by chunk; the chunks' sums are added in their order, whoever computed them. So with
+chunks that depend on the weight alone, a row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.ops.choices import MatmulConfig
+from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
+
+
+@triton.jit
+def _load(ptr, at, k, depth, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [rows, BLOCK_K] whose rows start at ``at``."""
+    column = k + tl.arange(0, BLOCK_K)
+    address = ptr + at[:, None] + column[None, :]
+    mask = None if EVEN else column[None, :] < depth
+    return tl.load(address, mask=mask, other=None if EVEN else 0.0)
+
+
+@triton.jit
+def _dot(x, w, acc, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _sum(
+    x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
+    SWIGLU: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    HEIGHT: tl.constexpr, BREADTH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The products of one chunk of the depth; the second is that with ``up``, or the first again."""
+    acc = tl.zeros((HEIGHT, BREADTH), tl.float32)
+    up = tl.zeros((HEIGHT, BREADTH), tl.float32)
+    for k in range(begin, tl.minimum(begin + chunk, depth), BLOCK_K):
+        x = _load(x_ptr, x_at, k, depth, BLOCK_K, EVEN)
+        acc = _dot(x, _load(weight_ptr, w_at, k, depth, BLOCK_K, EVEN), acc, SWAP)
+        if SWIGLU:
+            up = _dot(x, _load(up_ptr, w_at, k, depth, BLOCK_K, EVEN), up, SWAP)
+    return acc, up
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits"])
+def _matmul_kernel(
+    x_ptr,  # [R, K], rows x_stride apart
+    weight_ptr,  # [N, K], with SWIGLU [2 N, K]
+    bias_ptr,  # [N]
+    out_ptr,  # [R, N], with PARTS [splits, R, N] fp32
+    parts_ptr,  # without PARTS: [splits (twice with SWIGLU), R, N] fp32, not used by one split
+    counter_ptr,
+    num_rows,
+    width,
+    depth,
+    x_stride,
+    chunk,
+    splits,
+    CHUNKS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,  # whether tiles of the depth are all full
+    SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)  # neighbours share a weight tile, through the L2 cache
+    row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    # beyond the edges the last row is read again: what it yields is not stored
+    x_at = tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride
+    w_at = tl.minimum(column, width - 1).to(tl.int64) * depth
+    up_ptr = weight_ptr + width.to(tl.int64) * depth
+
+    HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    BREADTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    begin = split * CHUNKS * chunk
+    total, up_total = _sum(
+        x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
+        SWIGLU, EVEN, SWAP, HEIGHT, BREADTH, BLOCK_K,
+    )  # fmt: skip
+    if CHUNKS > 1:
+        for _ in range(1, CHUNKS):
+            begin += chunk
+            acc, up_acc = _sum(
+                x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
+                SWIGLU, EVEN, SWAP, HEIGHT, BREADTH, BLOCK_K,
+            )  # fmt: skip
+            total += acc
+            if SWIGLU:
+                up_total += up_acc
+
+    if SWAP:
+        at = column[:, None] + row[None, :].to(tl.int64) * width
+        inside = (column < width)[:, None] & (row < num_rows)[None, :]
+    else:
+        at = column[None, :] + row[:, None].to(tl.int64) * width
+        inside = (column < width)[None, :] & (row < num_rows)[:, None]
+    size = num_rows.to(tl.int64) * width
+    if PARTS:
+        tl.store(out_ptr + split * size + at, total, mask=inside)
+        return
+    if SPLIT:
+        tl.store(parts_ptr + split * size + at, total, mask=inside)
+        if SWIGLU:
+            tl.store(parts_ptr + (splits + split) * size + at, up_total, mask=inside)
+        if not arrive(counter_ptr + tile, splits):
+            return
+        total = tl.load(parts_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+        for i in range(1, splits):
+            total += tl.load(parts_ptr + i * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+        if SWIGLU:
+            up_at = parts_ptr + splits * size + at
+            up_total = tl.load(up_at, mask=inside, other=0.0, cache_modifier=".cg")
+            for i in range(1, splits):
+                up_total += tl.load(up_at + i * size, mask=inside, other=0.0, cache_modifier=".cg")
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        total += bias[:, None] if SWAP else bias[None, :]
+    dtype = out_ptr.dtype.element_ty
+    out = total.to(dtype)
+    if SWIGLU:
+        # rounded where the unfused ops round: after the product, and after silu
+        gate = out.to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        out = (silu * up_total.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(out_ptr + at, out, mask=inside)
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: MatmulConfig,
+    swiglu: bool = False,
+    parts: bool = False,
+) -> Tensor:
+    """``x @ weight.T + bias``, cut up as the config says.
+
+    Args:
+        x: [R, K], rows contiguous.
+        weight: [N, K] contiguous; with ``swiglu`` [2 N, K], gate and then up.
+        bias: [N]; neither with ``swiglu`` nor with ``parts``.
+        swiglu: return ``silu(gate) * up``.
+        parts: return the splits' sums, to be added by whoever reads them.
+
+    Returns:
+        [R, N] in x's dtype, or [splits, R, N] fp32.
+    """
+    rows, depth = x.shape
+    width = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    assert weight.is_contiguous() and x.stride(1) == 1 and not (bias is not None and (swiglu or parts))
+    splits = config.splits
+    tiles = triton.cdiv(width, config.block_n) * triton.cdiv(rows, config.block_m)
+    split = splits > 1 and not parts
+    assert not split or tiles <= MAX_COUNTERS
+    shape = (splits, rows, width) if parts else (rows, width)
+    out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    scratch = out
+    if split:
+        scratch_shape = ((1 + swiglu) * splits, rows, width)
+        scratch = torch.empty(scratch_shape, dtype=torch.float32, device=x.device)
+    chunk = triton.cdiv(triton.cdiv(depth, config.block_k), splits * config.chunks) * config.block_k
+    _matmul_kernel[(tiles, splits)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        scratch,
+        counters(x.device),
+        rows,
+        width,
+        depth,
+        x.stride(0),
+        chunk,
+        splits,
+        CHUNKS=config.chunks,
+        BIAS=bias is not None,
+        SWIGLU=swiglu,
+        SPLIT=split,
+        PARTS=parts,
+        EVEN=depth % config.block_k == 0,
+        SWAP=config.swap,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
