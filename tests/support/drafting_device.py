@@ -38,6 +38,10 @@ class DraftingDevice(SimulatedDevice):
         self._draft_cells: dict[tuple[int, int], int] = {}
         self._captured: dict[tuple[int, int], int] = {}
 
+    def prepare(self) -> bool:
+        """See :class:`paceline.runtime.plan.StepRunner`."""
+        return False
+
     def launch(self, plan: StepPlan) -> Pending:
         """See :class:`paceline.runtime.plan.StepRunner`."""
         try:

@@ -77,6 +77,9 @@ class SimulatedDevice:
         self._step_s, self._row_s = step_s, row_s
         self._fail = fail
 
+    def prepare(self) -> bool:
+        return False
+
     def launch(self, plan: StepPlan) -> Pending:
         if self._fail is not None:
             self._fail(plan)

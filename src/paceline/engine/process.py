@@ -84,12 +84,15 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until told to stop or the parent is gone."""
+        prepared = False
         while self._running:
-            self._receive(wait=not self._core.has_work)
+            self._receive(wait=prepared and not self._core.has_work)
             if self._core.has_work:
                 outputs = self._core.step()
                 if outputs:
                     self.send(outputs)
+            elif not prepared:
+                prepared = not self._core.runner.prepare()
             elif os.getppid() != self._parent:
                 return
 

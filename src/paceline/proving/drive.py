@@ -128,6 +128,10 @@ class RoundRecorder:
                 opened.append((index, life, tokens[: anchor + 1], tokens[anchor + 1 :]))
         return _Recorded(self.runner.launch(plan), opened, self.rounds)
 
+    def prepare(self) -> bool:
+        """See :class:`paceline.runtime.plan.StepRunner`."""
+        return self.runner.prepare()
+
 
 class _Recorded:
     """A launched step whose rounds are written down when its results are read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -18,13 +19,25 @@ from paceline.models.drafter import Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, kv_bytes, plan_memory
+from paceline.runtime.memory import (
+    CaptureMemory,
+    MemoryPlan,
+    StepLimits,
+    budget_left,
+    given_budget,
+    kv_bytes,
+    plan_memory,
+)
 from paceline.runtime.runner import Runner
+from paceline.runtime.warmup import settle
 from paceline.speculation.config import SpeculativeConfig
 from paceline.speculation.synthetic import conditional_rate
 from paceline.text.generation_config import load_generation_defaults
 
 logger = logging.getLogger(__name__)
+
+GRAPH_BYTES = 16 * 2**20
+"""Memory the driver may take for a CUDA graph, beside the pool that graphs share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ def build(engine: EngineConfig) -> Built:
     folder = resolve_folder(engine.model_path, revision=engine.revision)
     config = Qwen3Config.from_pretrained(folder)
     max_model_len = _max_model_len(engine, config)
-    limits = _step_limits(engine, on_gpu=device.type == "cuda")
+    limits = _step_limits(engine, max_model_len, on_gpu=device.type == "cuda")
     model = load_model(
         folder,
         device=device,
@@ -84,30 +97,21 @@ def build(engine: EngineConfig) -> Built:
         show_progress=engine.show_progress,
     )
     dtype = model.embed_tokens.weight.dtype
-    speculation = engine.speculation
-    drafter = None if speculation is None else _load_drafter(engine, speculation, model)
-    if drafter is not None and speculation is not None:
-        limits = replace(limits, num_drafts=drafter.config.num_drafts(speculation.num_speculative_tokens))
-    memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype, device)
-    _log_cache(memory, engine.block_size, max_model_len)
+    _log_weights("Weights", model, started)
+    drafter = _load_drafter(engine, model)
+    if drafter is not None and engine.speculation is not None:
+        wanted = engine.speculation.num_speculative_tokens
+        limits = replace(limits, num_drafts=drafter.config.num_drafts(wanted))
     eos = _end_tokens(folder, config)
-    runner = Runner(
-        model,
-        _allocate(config, memory.target_blocks, engine.block_size, dtype, device),
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=max_model_len,
-        device=device,
-        eos_token_ids=eos,
-        drafter=drafter,
-        num_drafts=limits.num_drafts,
-        draft_cache=None
-        if drafter is None
-        else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
-        draft_window=None if speculation is None else speculation.draft_window,
-        captures=_allocate_captures(memory.captures, drafter, engine.block_size),
-        synthetic_rate=_synthetic_rate(speculation, limits.num_drafts),
-        rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
-    )
+    parts = _Parts(engine, model, drafter, limits, eos, device)
+    memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype)
+    if engine.num_blocks is None:
+        memory = memory.within(*(given_budget(engine, device) or _measured_budget(parts, memory)))
+    _log_cache(memory, engine.block_size, max_model_len)
+    runner = parts.runner(memory)
+    if device.type == "cuda":
+        settle(runner, limits)
+        _capture_first(runner)
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
         runner=runner,
@@ -120,10 +124,78 @@ def build(engine: EngineConfig) -> Built:
         eos_token_ids=eos,
         device=device,
         dtype=dtype,
-        weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weights_bytes=num_bytes(model),
         num_drafts=limits.num_drafts,
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
         captures=memory.captures,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What runners are made of, apart from the sizes of their caches."""
+
+    engine: EngineConfig
+    model: Qwen3ForCausalLM
+    drafter: Drafter | None
+    limits: StepLimits
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+
+    def runner(self, memory: MemoryPlan) -> Runner:
+        """Allocate the caches and make the runner."""
+        engine, drafter, limits, device = self.engine, self.drafter, self.limits, self.device
+        dtype = self.model.embed_tokens.weight.dtype
+        speculation = engine.speculation
+        return Runner(
+            self.model,
+            _allocate(self.model.config, memory.target_blocks, engine.block_size, dtype, device),
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            device=device,
+            eos_token_ids=self.eos_token_ids,
+            drafter=drafter,
+            num_drafts=limits.num_drafts,
+            draft_cache=None
+            if drafter is None
+            else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
+            draft_window=None if speculation is None else speculation.draft_window,
+            captures=_allocate_captures(memory.captures, drafter, engine.block_size),
+            synthetic_rate=_synthetic_rate(speculation, limits.num_drafts),
+            rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
+        )
+
+
+def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
+    """What a GPU has left for the caches, with what steps need measured on a runner made for it, which then
+    goes.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(parts.device)
+    runner = parts.runner(memory.smallest())
+    settle(runner, parts.limits)
+    steps = free - torch.cuda.mem_get_info(parts.device)[0]
+    if runner.rounds is not None:
+        steps += len(runner.rounds.missing) * GRAPH_BYTES
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return budget_left(parts.engine.gpu_memory_utilization, total - free, steps, total)
+
+
+def _capture_first(runner: Runner) -> None:
+    """Capture the decode rounds that are to be there from the start."""
+    if runner.rounds is None:
+        return
+    started, missing = time.perf_counter(), len(runner.rounds.missing)
+    before = torch.cuda.mem_get_info(runner.device)[0]
+    runner.rounds.capture_first()
+    logger.info(
+        "Captured %d decode rounds in %.2f s, %.2f GiB; %d follow while the engine is idle or when needed",
+        missing - len(runner.rounds.missing),
+        time.perf_counter() - started,
+        (before - torch.cuda.mem_get_info(runner.device)[0]) / 2**30,
+        len(runner.rounds.missing),
     )
 
 
@@ -166,7 +238,7 @@ def _max_model_len(engine: EngineConfig, config: Qwen3Config) -> int:
     return engine.max_model_len
 
 
-def _step_limits(engine: EngineConfig, *, on_gpu: bool) -> StepLimits:
+def _step_limits(engine: EngineConfig, max_model_len: int, *, on_gpu: bool) -> StepLimits:
     """Sequences and rows per step, as asked for or by the kind of device."""
     max_num_seqs = engine.max_num_seqs or (256 if on_gpu else 32)
     max_rows = engine.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
@@ -176,25 +248,37 @@ def _step_limits(engine: EngineConfig, *, on_gpu: bool) -> StepLimits:
             "running "
             "sequence could get a row per step. Raise the former or lower the latter."
         )
-    return StepLimits(max_num_seqs, max_rows)
+    return StepLimits(max_num_seqs, max_rows, max_model_len, engine.max_logprobs)
+
+
+def num_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _log_weights(what: str, model: torch.nn.Module, started: float) -> None:
+    logger.info("%s: %.2f GiB in %.2f s", what, num_bytes(model) / 2**30, time.perf_counter() - started)
 
 
 def _log_cache(memory: MemoryPlan, block_size: int, max_model_len: int) -> None:
     tokens = memory.num_blocks * block_size
     logger.info(
-        "K/V cache: %d tokens in %d blocks (%.2f GiB, %.0f%% of it draft state); %.1f sequences of %d "
-        "tokens at once",
-        tokens,
+        "K/V cache: %s tokens in %d blocks (%.2f GiB, %.0f%% of it draft state). Maximum concurrency at %s "
+        "tokens per request: %.2fx",
+        f"{tokens:,}",
         memory.num_blocks,
-        tokens * memory.token_bytes / 2**30,
-        100 * memory.draft_token_bytes / memory.token_bytes,
+        memory.num_blocks * memory.block_bytes / 2**30,
+        100 * memory.draft_block_bytes / memory.block_bytes,
+        f"{max_model_len:,}",
         tokens / max_model_len,
-        max_model_len,
     )
 
 
-def _load_drafter(engine: EngineConfig, speculation: SpeculativeConfig, target: Qwen3ForCausalLM) -> Drafter:
+def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | None:
     """The drafter a config names, checked against the method it names."""
+    started, speculation = time.perf_counter(), engine.speculation
+    if speculation is None:
+        return None
     assert speculation.model is not None
     drafter = load_drafter(
         speculation.model,
@@ -208,6 +292,7 @@ def _load_drafter(engine: EngineConfig, speculation: SpeculativeConfig, target: 
             f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "
             f"{drafter.config.method!r} drafter. Drop the method or name another drafter."
         )
+    _log_weights("Drafter", drafter, started)
     return drafter
 
 

@@ -1,14 +1,14 @@
 """Decode rounds as CUDA graphs: one replay instead of a few hundred launches.
 
 On a GPU a round is captured for a few sizes (*tiers*) of each kind; a step takes the smallest that holds its
-sequences and leaves the rest of it empty. Tiers share one memory pool. On a CPU there is nothing to capture,
-and empty places would cost: rounds are made as they are needed, of exactly the size they are needed in.
+sequences and leaves the rest of it empty. All share one memory pool, so the round that needs most of it is
+captured first. The smallest follow before anyone is served, the rest while the engine has nothing else to do,
+or when a step first needs one. On a CPU there is nothing to capture, and empty places would cost: rounds are
+made as they are needed, of exactly the size they are needed in.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FixedKind
 
-logger = logging.getLogger(__name__)
-
 KINDS: tuple[FixedKind, ...] = ("greedy", "random", "truncated")
 
 
@@ -39,25 +37,40 @@ def tiers(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+FIRST_SIZES = (1, 2, 4)
+"""Rounds of these sizes are captured before anyone is served."""
+
+
+class CaptureStream:
+    """Where rounds are captured, one after the other, and the memory their graphs share."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool: Any = torch.cuda.graph_pool_handle()
+
+
 class CapturedRound:
-    """A round and its graph.
+    """A round and its graph. Other work may be in flight while it is captured.
 
     Args:
         decode_round: what to capture. Its inputs must name no sequence while it is captured.
-        pool: memory pool shared by all graphs.
+        where: shared by all graphs.
     """
 
-    def __init__(self, decode_round: DecodeRound, pool: Any) -> None:
+    def __init__(self, decode_round: DecodeRound, where: CaptureStream) -> None:
         self._round = decode_round  # its constants are read by the graph: they must live as long
         self.inputs = decode_round.inputs
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            decode_round()  # compiles kernels and makes workspaces: neither may happen while capturing
-        torch.cuda.current_stream().wait_stream(stream)
+        decode_round()  # compiles kernels and makes workspaces: neither may happen while capturing
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._outputs = decode_round()
+        # Not torch.cuda.graph: that waits for the device and gives back the memory kept for steps.
+        where.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(where.stream):
+            self._graph.capture_begin(pool=where.pool)
+            try:
+                self._outputs = decode_round()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(where.stream)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Run on ``inputs``; see :class:`DecodeRound`."""
@@ -71,7 +84,11 @@ class RoundSet:
     Args:
         model, cache, state, drafting, max_model_len: as for :class:`DecodeRound`.
         max_num_seqs: slots.
-        capture: make CUDA graphs of a few sizes now; else make rounds of any size when they are needed.
+        capture: make CUDA graphs of a few sizes; else make rounds of any size when they are needed.
+
+    Attributes:
+        captured: the same.
+        missing: shapes that are still to be captured, the next one last.
     """
 
     def __init__(
@@ -94,25 +111,45 @@ class RoundSet:
         self._sizes = tiers(max_num_seqs)
         self._staging = Staging(3 * max_num_seqs, state.device)
         self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
-        if capture:
-            self._capture_all()
+        self._where = CaptureStream() if capture else None
+        self.missing = self._shapes()[::-1] if capture else []
 
-    def _capture_all(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        started = time.perf_counter()
-        before = torch.cuda.memory_reserved()
-        drafts = (0, self._num_drafts) if self._num_drafts else (0,)
-        for size in reversed(self._sizes):  # the largest first: smaller ones then fit into its memory
-            for kind in KINDS:
-                for count in drafts:
-                    shape = RoundShape(size, count, self._num_drafts > 0, kind)
-                    self._rounds[shape] = CapturedRound(self._make(shape), pool)
-        logger.info(
-            "Captured %d decode rounds in %.2f s, %.2f GiB",
-            len(self._rounds),
-            time.perf_counter() - started,
-            (torch.cuda.memory_reserved() - before) / 2**30,
-        )
+    def _shapes(self) -> list[RoundShape]:
+        """Every shape to capture, small ones first."""
+        drafts = (self._num_drafts, 0) if self._num_drafts else (0,)
+        return [
+            RoundShape(size, count, self._num_drafts > 0, kind)
+            for size in self._sizes
+            for count in drafts
+            for kind in KINDS
+        ]
+
+    def capture_largest(self) -> None:
+        """Capture the round that needs most memory: all others then find room in what it leaves."""
+        self._round(RoundShape(self._sizes[-1], self._num_drafts, self._num_drafts > 0, KINDS[-1]))
+
+    def capture_first(self) -> None:
+        """Capture the rounds that are to be there from the start."""
+        while self.missing and self.missing[-1].num_seqs in FIRST_SIZES:
+            self.prepare()
+
+    def prepare(self) -> bool:
+        """Capture the next round; False when all are there."""
+        if not self.missing:
+            return False
+        self._round(self.missing[-1])
+        return True
+
+    def _round(self, shape: RoundShape) -> DecodeRound | CapturedRound:
+        """The round of a shape, made or captured when it is not there yet."""
+        found = self._rounds.get(shape)
+        if found is None:
+            made = self._make(shape)
+            found = made if self._where is None else CapturedRound(made, self._where)
+            self._rounds[shape] = found
+            if self._where is not None:
+                self.missing.remove(shape)
+        return found
 
     def takes(self, span: Span) -> bool:
         """Whether a round can run this span: an anchor, its drafts, and sampling the round knows."""
@@ -131,9 +168,7 @@ class RoundSet:
             Overwritten by the next run.
         """
         shape = self._shape(spans)
-        decode_round = self._rounds.get(shape)
-        if decode_round is None:
-            decode_round = self._rounds[shape] = self._make(shape)
+        decode_round = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
         values[1] = -1

@@ -11,7 +11,6 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_config import DrafterConfig
-from paceline.runtime.captures import RESTORE_ROWS
 from paceline.speculation.config import SpeculativeConfig
 from paceline.speculation.draft_reserve import capture_slot_bytes, capture_slots, open_blocks
 
@@ -28,43 +27,19 @@ def kv_bytes(config: Qwen3Config, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step: what scratch memory must be held back for."""
+    """The largest step.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens, max_model_len: as in the engine's options.
+        max_logprobs: most alternatives a request may ask for per position; -1 is the whole vocabulary.
+        num_drafts: drafts a sequence may have verified in a step.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int
+    max_logprobs: int
     num_drafts: int = 0
-    """Drafts a sequence may have verified in a step."""
-
-
-def step_scratch_bytes(config: Qwen3Config, limits: StepLimits, dtype: torch.dtype) -> int:
-    """Upper bound of the activations of the largest step, in bytes.
-
-    Per row: the widest moment of a layer (residual, normed input, gate_up and its product, qkv and attention
-    output). Per sampled row: logits in the model's dtype and a few fp32 copies while they are processed.
-    """
-    sampled = min(limits.max_num_seqs * (1 + limits.num_drafts), limits.max_num_batched_tokens)
-    per_row = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * config.q_size + 2 * config.kv_size
-    logits = config.vocab_size * (dtype.itemsize + 5 * 4)
-    return limits.max_num_batched_tokens * per_row * dtype.itemsize + sampled * logits
-
-
-def draft_scratch_bytes(config: DrafterConfig, limits: StepLimits, dtype: torch.dtype) -> int:
-    """Upper bound of what drafting adds to the largest step, in bytes.
-
-    Per row: the taps one by one and side by side, the features, and K and V of all layers before and after
-    norm and rotation, which is fp32. Per sequence: the block's activations, and the logits of its drafts as
-    they come, corrected, and with noise.
-    """
-    layers = config.layers
-    kv = layers.num_hidden_layers * 2 * layers.kv_size
-    per_row = dtype.itemsize * (2 * len(config.tap_layer_ids) * layers.hidden_size + 2 * layers.hidden_size)
-    per_row += kv * (2 * dtype.itemsize + 2 * 4)
-    block_row = 4 * layers.hidden_size + 3 * layers.intermediate_size + 2 * layers.q_size + 2 * layers.kv_size
-    logits = limits.num_drafts * config.draft_vocab_size * (dtype.itemsize + 2 * 4)
-    noise = config.draft_vocab_size * 4 * 4  # of one position at a time
-    per_sequence = config.block_size * block_row * dtype.itemsize + logits + noise
-    rows = max(limits.max_num_batched_tokens, RESTORE_ROWS)
-    return rows * per_row + limits.max_num_seqs * per_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +106,19 @@ def capture_memory(
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes of everything that is allocated once.
+    """Sizes of the caches.
 
     Attributes:
         num_blocks: blocks in the pool.
-        token_bytes: bytes of one token in the pool, the drafter's part included.
-        draft_token_bytes: the drafter's part.
+        block_bytes: bytes of one, the drafter's part included.
+        draft_block_bytes: the drafter's part.
         captures: the store of captured rows, when draft state is captured.
         rounds: whether simple spans run as decode rounds.
     """
 
     num_blocks: int
-    token_bytes: int
-    draft_token_bytes: int
+    block_bytes: int
+    draft_block_bytes: int
     captures: CaptureMemory | None
     rounds: bool
 
@@ -157,6 +132,43 @@ class MemoryPlan:
         """Blocks of the drafter's K/V; one takes the rows of rounds and of sequences that do not draft."""
         return self.num_blocks + (self.rounds or self.captures is not None)
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes taken whatever the size of the pool: captured rows and scratch blocks."""
+        scratch = self.draft_blocks * self.draft_block_bytes + self.target_blocks * (
+            self.block_bytes - self.draft_block_bytes
+        )
+        captured = 0 if self.captures is None else self.captures.num_bytes
+        return scratch - self.num_blocks * self.block_bytes + captured
+
+    def smallest(self) -> MemoryPlan:
+        """The same with one block in the pool and one captured: enough to run steps that nobody needs."""
+        captures = self.captures
+        if captures is not None:
+            captures = replace(captures, num_slots=min(captures.num_slots, 1), num_open=0)
+        return replace(self, num_blocks=1, captures=captures)
+
+    def within(self, budget: int, source: str) -> MemoryPlan:
+        """The same with as large a pool as fits.
+
+        Args:
+            budget: bytes for everything that is planned here.
+            source: where that number comes from, for messages.
+
+        Raises:
+            ConfigError: not even one block fits.
+        """
+        blocks = (budget - self.fixed_bytes) // self.block_bytes
+        if blocks < 1:
+            fixed = self.fixed_bytes
+            beside = f", {fixed} of them taken whatever the size of the pool" if fixed else ""
+            raise ConfigError(
+                f"No K/V block fits: {source} leaves {budget} bytes{beside}; one block takes "
+                f"{self.block_bytes}. Give more memory, or lower max_num_batched_tokens or max_num_seqs."
+            )
+        logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)
+        return replace(self, num_blocks=blocks)
+
 
 def plan_memory(
     engine: EngineConfig,
@@ -164,12 +176,11 @@ def plan_memory(
     drafter: DrafterConfig | None,
     limits: StepLimits,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> MemoryPlan:
-    """Divide the memory.
+    """What the caches consist of, with as many blocks as the options name, or none.
 
     Raises:
-        ConfigError: not even one block fits, or a capture budget smaller than one slot.
+        ConfigError: a capture budget smaller than one slot.
     """
     captures, draft_bytes = None, 0
     speculation = engine.speculation
@@ -177,54 +188,35 @@ def plan_memory(
         draft_bytes = kv_bytes(drafter.layers, dtype)
         if speculation.draft_state == "capture":
             captures = capture_memory(engine, speculation, drafter, limits, dtype)
-    token_bytes = kv_bytes(config, dtype) + draft_bytes
-    rounds = not engine.enforce_eager
-    scratch = _scratch_bytes(config, drafter, limits, dtype)
-    fixed = 0
-    if captures is not None:
-        # Without rounds there still is a block for the rows of sequences that do not draft.
-        fixed = captures.num_bytes + (0 if rounds else engine.block_size * draft_bytes)
-    if rounds:
-        # One block is scratch. Graphs keep the memory of the largest round apart from what other steps use.
-        fixed += engine.block_size * token_bytes
-        rows = limits.max_num_seqs * (1 + limits.num_drafts)
-        scratch += _scratch_bytes(config, drafter, replace(limits, max_num_batched_tokens=rows), dtype)
-    if engine.num_blocks is not None:
-        blocks = engine.num_blocks
-    else:
-        budget, source = _budget(engine, scratch, device)
-        blocks = (budget - fixed) // (token_bytes * engine.block_size)
-        if blocks < 1:
-            beside = f", {fixed} of them taken whatever the size of the pool" if fixed else ""
-            raise ConfigError(
-                f"No K/V block fits: {source} leaves {budget} bytes{beside}; one block of "
-                f"{engine.block_size} tokens "
-                f"takes {token_bytes * engine.block_size}. Give more memory, or lower "
-                "max_num_batched_tokens or "
-                "max_num_seqs."
-            )
-        logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)
-    return MemoryPlan(blocks, token_bytes, draft_bytes, captures, rounds)
+    return MemoryPlan(
+        num_blocks=engine.num_blocks or 0,
+        block_bytes=engine.block_size * (kv_bytes(config, dtype) + draft_bytes),
+        draft_block_bytes=engine.block_size * draft_bytes,
+        captures=captures,
+        rounds=not engine.enforce_eager,
+    )
 
 
-def _scratch_bytes(
-    config: Qwen3Config, drafter: DrafterConfig | None, limits: StepLimits, dtype: torch.dtype
-) -> int:
-    """What the largest step needs beside weights and caches."""
-    scratch = step_scratch_bytes(config, limits, dtype)
-    return scratch if drafter is None else scratch + draft_scratch_bytes(drafter, limits, dtype)
-
-
-def _budget(engine: EngineConfig, scratch: int, device: torch.device) -> tuple[int, str]:
-    """Bytes for the pool and what is beside it, and where that number comes from."""
+def given_budget(engine: EngineConfig, device: torch.device) -> tuple[int, str] | None:
+    """Bytes for the caches and where that number comes from; None when it is what a GPU has left."""
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes={engine.kv_cache_memory_bytes}"
     if device.type == "cpu":
         return CPU_KV_BYTES, f"the CPU default of {CPU_KV_BYTES // 2**20} MiB"
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free
+    return None
+
+
+def budget_left(share: float, used: int, steps: int, total: int) -> tuple[int, str]:
+    """What a GPU has left for the caches, and where that number comes from.
+
+    Args:
+        share: ``gpu_memory_utilization``.
+        used: bytes in use by anybody before any step ran: weights, other processes.
+        steps: bytes that steps were seen to need, graphs included.
+        total: bytes of the GPU.
+    """
     source = (
-        f"gpu_memory_utilization={engine.gpu_memory_utilization} of {total / 2**30:.1f} GiB, less "
-        f"{used / 2**30:.1f} GiB in use and {scratch / 2**30:.1f} GiB for the largest steps"
+        f"gpu_memory_utilization={share} of {total / 2**30:.1f} GiB, less {used / 2**30:.1f} GiB in use and "
+        f"{steps / 2**30:.1f} GiB for the largest steps and graphs"
     )
-    return int(total * engine.gpu_memory_utilization) - used - scratch, source
+    return int(total * share) - used - steps, source

@@ -158,3 +158,6 @@ class StepRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step. Steps run in launch order; the call does not wait for the device."""
+
+    def prepare(self) -> bool:
+        """Make one more thing ready that steps can do without but run faster with; False when all are."""

@@ -111,8 +111,9 @@ class Runner:
             )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step. See :class:`paceline.runtime.plan.StepRunner`.
+    def launch(self, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
+        """Start a step. See :class:`paceline.runtime.plan.StepRunner`. With ``by_rows`` no span runs as a
+        round.
 
         The slots' lengths advance after everything that may fail for one request alone: a launch that raises
         has changed nothing that a second one would not redo.
@@ -124,7 +125,7 @@ class Runner:
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
             self.drafting.begin(plan.draft)
-        taken = [self.rounds is not None and self.rounds.takes(span) for span in plan.spans]
+        taken = [not by_rows and self.rounds is not None and self.rounds.takes(span) for span in plan.spans]
         if self.rounds is None or not any(taken) or not (self.rounds.captured or all(taken)):
             # Without a graph to gain, two passes over the weights cost more than one over mixed rows.
             return self._run_rows(plan.spans, plan.max_context)
@@ -138,6 +139,11 @@ class Runner:
                 raise
             raise EngineDeadError("A decode round failed after the rest of its step had run.") from error
         return fast if rest is None else _Merged(taken, fast, rest)
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture one more decode round. See :class:`paceline.runtime.plan.StepRunner`."""
+        return self.rounds is not None and self.rounds.prepare()
 
     def _run_round(self, rounds: RoundSet, spans: Sequence[Span]) -> _Pending:
         """Spans of anchors and drafts, as one fixed-shape round."""

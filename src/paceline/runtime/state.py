@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.runtime.plan import SlotInit, TableUpdate
 from paceline.runtime.staging import Staging
+from paceline.sampling.params import SamplingParams
 from paceline.sampling.state import SamplingState, SlotSampling
 
 
@@ -52,6 +53,14 @@ class SlotState:
         self.block_tables = torch.zeros(num_slots + 1, blocks, dtype=torch.int32, device=device)
         self.sampling = sampling
         self._staging = Staging(4096, device)
+
+    def clear(self) -> None:
+        """Back to what a new state is: no slot has been taken."""
+        for tensor in (self.tokens, self.num_computed, self.block_tables):
+            tensor.zero_()
+        self.sampling.set_slots(
+            [SlotSampling(slot, SamplingParams(temperature=0.0), 0, 0) for slot in range(self.spare)]
+        )
 
     def kv_slots(self, row_slots: Tensor, positions: Tensor) -> Tensor:
         """Cache slot of each row, [R] int64, from its slot and position (int [R])."""

@@ -1,0 +1,108 @@
+"""The warm-up runs the largest steps there are, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.engine.core import EngineCore
+from paceline.proving.drive import runner_of
+from paceline.runtime.memory import StepLimits
+from paceline.runtime.plan import PendingStep, StepPlan
+from paceline.runtime.runner import Runner
+from paceline.runtime.warmup import warm_up
+from paceline.sampling.params import SamplingParams
+from support.engines import complete, golden_core, tokens_of
+
+LIMITS = StepLimits(
+    max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, max_logprobs=20, num_drafts=7
+)
+CAPTURE = {"draft_state": "capture", "draft_capture_mb": 1}
+SETTINGS: list[Any] = [
+    (None, {}),
+    (None, {"enforce_eager": True}),
+    ("dspark_tiny_b7", {}),
+    ("dspark_tiny_b7", {"speculative_config": CAPTURE}),
+    ("dspark_tiny_b7", {"speculative_config": CAPTURE, "enforce_eager": True}),
+]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2},
+    {"temperature": 0.9, "frequency_penalty": 0.5, "seed": 3, "logprobs": 2},
+]
+
+
+def make(drafter: str | None, options: dict[str, Any]) -> EngineCore:
+    return golden_core("qwen3_tiny", drafter=drafter, max_num_seqs=4, max_num_batched_tokens=64, **options)
+
+
+def limits_for(drafter: str | None) -> StepLimits:
+    return LIMITS if drafter is not None else StepLimits(4, 64, 512, 20)
+
+
+def output_of(core: EngineCore) -> list[Any]:
+    """Tokens and cached tokens of a prompt each kind of sampling continues, twice over."""
+    prompts = [[5, 6, 7, 8] * 9 for _ in KINDS]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, **kind) for kind in KINDS]
+    runs = [complete(core, prompts, params) for _ in range(2)]
+    return [(tokens_of(run), [group[0].num_cached_tokens for group in run]) for run in runs]
+
+
+@pytest.mark.parametrize(("drafter", "options"), SETTINGS)
+def test_a_warm_up_leaves_nothing_behind(drafter: str | None, options: dict[str, Any]) -> None:
+    want = output_of(make(drafter, options))
+    core = make(drafter, options)
+    runner = runner_of(core)
+    warm_up(runner, limits_for(drafter))
+    fresh = runner_of(make(drafter, options)).state
+    for name in ("tokens", "num_computed", "block_tables"):
+        assert torch.equal(getattr(runner.state, name), getattr(fresh, name)), name
+    slots = range(4)
+    assert all(runner.state.sampling.fixed_kind(i) == fresh.sampling.fixed_kind(i) for i in slots)
+    assert core.pool.num_free == core.pool.num_blocks
+    assert output_of(core) == want
+
+
+def test_its_steps_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(make("dspark_tiny_b7", {}))
+    plans: list[StepPlan] = []
+    launch = Runner.launch
+
+    def recorded(self: Runner, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
+        assert by_rows, "rounds have memory of their own"
+        plans.append(plan)
+        return launch(self, plan, by_rows=by_rows)
+
+    monkeypatch.setattr(Runner, "launch", recorded)
+    warm_up(runner, LIMITS)
+    assert len(plans) == 5
+    for plan in plans:
+        assert plan.num_rows == 64 and plan.max_context == 512
+        assert [span.drafts for span in plan.spans] == [7] * 4
+        assert sum(span.prompt_rows for span in plan.spans) == 64 - 4 * 8
+        assert all(span.sample and span.propose and span.top == 20 for span in plan.spans)
+        assert all(init.params.logprobs == 20 for init in plan.inits)
+    ways = [plan.inits[0].params for plan in plans]
+    assert [p.greedy for p in ways] == [True] + [False] * 4
+    assert (
+        len({p.top_k for p in ways}) == 2
+    )  # a small vocabulary: all of it but one token is a short list too
+    assert any(p.top_p < 1 for p in ways) and any(p.min_p > 0 for p in ways)
+
+
+def test_drafts_give_way_to_a_row_for_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with fewer rows than drafts could fill."""
+    runner = runner_of(make("dspark_tiny_b7", {}))
+    seen: list[list[int]] = []
+    launch = Runner.launch
+
+    def recorded(self: Runner, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
+        seen.append([span.rows for span in plan.spans])
+        return launch(self, plan, by_rows=by_rows)
+
+    monkeypatch.setattr(Runner, "launch", recorded)
+    warm_up(runner, StepLimits(4, 16, 512, 20, num_drafts=7))
+    assert seen[0] == [8, 6, 1, 1]
