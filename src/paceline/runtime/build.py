@@ -97,13 +97,13 @@ def build(engine: EngineConfig) -> Built:
         show_progress=engine.show_progress,
     )
     dtype = model.embed_tokens.weight.dtype
-    _log_weights("Weights", model, started)
     drafter = _load_drafter(engine, model)
     if drafter is not None and engine.speculation is not None:
         wanted = engine.speculation.num_speculative_tokens
         limits = replace(limits, num_drafts=drafter.config.num_drafts(wanted))
     eos = _end_tokens(folder, config)
-    parts = _Parts(engine, model, drafter, limits, eos, device)
+    rate = _synthetic_rate(engine.speculation, limits.num_drafts)
+    parts = _Parts(engine, model, drafter, limits, eos, rate, device)
     memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype)
     if engine.num_blocks is None:
         memory = memory.within(*(given_budget(engine, device) or _measured_budget(parts, memory)))
@@ -124,7 +124,7 @@ def build(engine: EngineConfig) -> Built:
         eos_token_ids=eos,
         device=device,
         dtype=dtype,
-        weights_bytes=num_bytes(model),
+        weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         num_drafts=limits.num_drafts,
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
         captures=memory.captures,
@@ -140,6 +140,7 @@ class _Parts:
     drafter: Drafter | None
     limits: StepLimits
     eos_token_ids: tuple[int, ...]
+    synthetic_rate: float | None
     device: torch.device
 
     def runner(self, memory: MemoryPlan) -> Runner:
@@ -161,7 +162,7 @@ class _Parts:
             else _allocate(drafter.config.layers, memory.draft_blocks, engine.block_size, dtype, device),
             draft_window=None if speculation is None else speculation.draft_window,
             captures=_allocate_captures(memory.captures, drafter, engine.block_size),
-            synthetic_rate=_synthetic_rate(speculation, limits.num_drafts),
+            synthetic_rate=self.synthetic_rate,
             rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
         )
 
@@ -183,6 +184,7 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
     return budget_left(parts.engine.gpu_memory_utilization, total - free, steps, total)
 
 
+@torch.inference_mode()
 def _capture_first(runner: Runner) -> None:
     """Capture the decode rounds that are to be there from the start."""
     if runner.rounds is None:
@@ -251,15 +253,6 @@ def _step_limits(engine: EngineConfig, max_model_len: int, *, on_gpu: bool) -> S
     return StepLimits(max_num_seqs, max_rows, max_model_len, engine.max_logprobs)
 
 
-def num_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _log_weights(what: str, model: torch.nn.Module, started: float) -> None:
-    logger.info("%s: %.2f GiB in %.2f s", what, num_bytes(model) / 2**30, time.perf_counter() - started)
-
-
 def _log_cache(memory: MemoryPlan, block_size: int, max_model_len: int) -> None:
     tokens = memory.num_blocks * block_size
     logger.info(
@@ -276,7 +269,7 @@ def _log_cache(memory: MemoryPlan, block_size: int, max_model_len: int) -> None:
 
 def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | None:
     """The drafter a config names, checked against the method it names."""
-    started, speculation = time.perf_counter(), engine.speculation
+    speculation = engine.speculation
     if speculation is None:
         return None
     assert speculation.model is not None
@@ -292,7 +285,6 @@ def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | N
             f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "
             f"{drafter.config.method!r} drafter. Drop the method or name another drafter."
         )
-    _log_weights("Drafter", drafter, started)
     return drafter
 
 

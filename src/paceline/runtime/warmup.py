@@ -28,6 +28,7 @@ SLACK = 1.1
 """Kept beyond the measured peak: steps of other sizes cut the same memory into other pieces."""
 
 
+@torch.inference_mode()
 def settle(runner: Runner, limits: StepLimits) -> int:
     """Run what needs most memory on a GPU and keep so much of it with the allocator, in one piece.
 
@@ -120,7 +121,7 @@ def _step(
     part = GPU_PART_BYTES // (4 * runner.model.config.vocab_size)
     count = 1 + part // (1 + limits.num_drafts)
     drawn, rest = _params(way, limits), _params({"min_p": 0.1}, limits)
-    width = runner.state.block_tables.shape[1]
+    behind = runner.state.tokens.shape[1] - limits.max_model_len  # positions drafts may take
     return StepPlan(
         step=0,
         inits=[
@@ -134,7 +135,10 @@ def _step(
             )
             for i, span in enumerate(spans)
         ],
-        table=[TableUpdate(span.slot, 0, [block] * width) for span in spans],
+        table=[
+            TableUpdate(span.slot, 0, [block] * -(-(span.rows + behind) // runner.block_size))
+            for span in spans
+        ],
         spans=spans,
         max_context=limits.max_model_len,
         draft=draft,
