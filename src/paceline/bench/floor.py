@@ -21,7 +21,7 @@ class Floor:
 
     Attributes:
         matmuls, head: the target's layers, and its head.
-        kv_per_token: K and V of one token of context, target and drafter together.
+        kv_per_token, draft_kv_per_token: K and V of one token of context, of target and drafter.
         draft_context: the drafter's projections of the taps.
         draft_layers, draft_head, markov: the rest of the drafter.
     """
@@ -29,6 +29,7 @@ class Floor:
     matmuls: int
     head: int
     kv_per_token: int
+    draft_kv_per_token: int = 0
     draft_context: int = 0
     draft_layers: int = 0
     draft_head: int = 0
@@ -37,7 +38,8 @@ class Floor:
     def round_bytes(self, context_tokens: float) -> float:
         """Bytes of a round over sequences of so many tokens in all."""
         weights = self.matmuls + self.head + self.draft_context + self.draft_layers + self.draft_head
-        return weights + self.markov + self.kv_per_token * context_tokens
+        kv = self.kv_per_token + self.draft_kv_per_token
+        return weights + self.markov + kv * context_tokens
 
 
 def read_floor(engine: EngineConfig, item_bytes: int, num_drafts: int) -> Floor:
@@ -71,7 +73,8 @@ def floor_of(target: Qwen3Config, drafter: DrafterConfig | None, item_bytes: int
     return Floor(
         matmuls=matmuls * item_bytes,
         head=head * item_bytes,
-        kv_per_token=(kv + _kv_values(layers)) * item_bytes,
+        kv_per_token=kv * item_bytes,
+        draft_kv_per_token=_kv_values(layers) * item_bytes,
         draft_context=context * item_bytes,
         draft_layers=layers.num_hidden_layers * layer_weights(layers) * item_bytes,
         draft_head=drafter.draft_vocab_size * d * item_bytes,

@@ -62,15 +62,30 @@ class LatencyResult:
 
 COLUMNS = (
     Column("batch_size", "batch"),
-    Column("lens", "prompt -> output"),
+    Column("lens", "prompt ->\noutput"),
     Column("tokens_per_s", "tok/s", ",.0f"),
-    Column("round_ms", "round ms", ".3f"),
-    Column("floor_ms", "memory floor ms", ".3f"),
-    Column("limit_share", "of the limit", ".0%"),
-    Column("host_ms", "scheduler + cache ms", ".3f"),
-    Column("accept_length", "accept length", ".2f"),
-    Column("scaled_tokens_per_s", "tok/s at the length asked for", ",.0f"),
+    Column("round_ms", "round\nms", ".3f"),
+    Column("floor_ms", "floor\nms", ".3f"),
+    Column("limit_share", "of the\nlimit", ".0%"),
+    Column("host_ms", "host\nms", ".3f"),
+    Column("accept_length", "accept\nlength", ".2f"),
+    Column("scaled_tokens_per_s", "tok/s\nscaled", ",.0f"),
 )
+
+
+def parse_batch_sizes(text: str) -> list[int]:
+    """Numbers separated by commas.
+
+    Raises:
+        ConfigError: anything else, or less than 1.
+    """
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--batch-sizes is {text!r}; give numbers such as 1,2,4.") from error
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch-sizes is {text!r}; give numbers from 1 on.")
+    return sizes
 
 
 def parse_shapes(batch_sizes: str, lens: str) -> list[Shape]:
@@ -83,20 +98,15 @@ def parse_shapes(batch_sizes: str, lens: str) -> list[Shape]:
     Raises:
         ConfigError: anything else, or an output of fewer than 2 tokens.
     """
-    try:
-        sizes = [int(size) for size in batch_sizes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--batch-sizes is {batch_sizes!r}; give numbers such as 1,2,4.") from error
+    sizes = parse_batch_sizes(batch_sizes)
     try:
         pairs = [
             (int(prompt), int(output)) for prompt, output in (pair.split(":") for pair in lens.split(","))
         ]
     except ValueError as error:
         raise ConfigError(f"--lens is {lens!r}; give PROMPT:OUTPUT pairs such as 128:512.") from error
-    if min(sizes) < 1 or min(prompt for prompt, _ in pairs) < 1 or min(output for _, output in pairs) < 2:
-        raise ConfigError(
-            f"--batch-sizes {batch_sizes}, --lens {lens}: sizes and prompts must be at least 1, outputs 2."
-        )
+    if any(prompt < 1 or output < 2 for prompt, output in pairs):
+        raise ConfigError(f"--lens is {lens!r}; prompts must have at least 1 token, outputs 2.")
     return [Shape(size, prompt, output) for prompt, output in pairs for size in sizes]
 
 

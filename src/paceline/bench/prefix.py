@@ -18,11 +18,11 @@ from paceline.config import EngineConfig
 COLUMNS = (
     Column("case", "case"),
     Column("drafter", "drafter"),
-    Column("prompt_len", "prompt tokens", ",d"),
-    Column("cached_len", "of them cached", ",d"),
-    Column("first_token_ms", "first token ms", ".2f"),
-    Column("seconds", "all done, s", ".3f"),
-    Column("accept_length", "accept length", ".2f"),
+    Column("prompt_len", "prompt\ntokens", ",d"),
+    Column("cached_len", "of them\ncached", ",d"),
+    Column("first_token_ms", "first\nms", ".2f"),
+    Column("seconds", "all\ns", ".3f"),
+    Column("accept_length", "accept\nlength", ".2f"),
 )
 
 
@@ -67,7 +67,7 @@ def shared_prefix(driver: Driver, cases: PrefixCases, repeats: int) -> dict[str,
         cached.append(statistics.median_low(state.num_cached_tokens for state in run.states))
         accepts += [] if run.accept_length is None else [run.accept_length]
     return {
-        "case": f"{cases.shared_requests} on a shared prefix, cold",
+        "case": f"{cases.shared_requests} on a new prefix",
         "prompt_len": cases.shared_len + cases.tail_len,
         "cached_len": statistics.median_low(cached),
         "first_token_ms": 1e3 * statistics.median(first),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,13 +24,15 @@ class Column:
 
     Attributes:
         key: its name in the row.
-        title: over the column, unit included.
+        title: over the column, unit included; with line breaks, for a terminal has few columns.
         form: format specification of a number.
+        wrap: may be broken over lines.
     """
 
     key: str
     title: str
     form: str = ""
+    wrap: bool = False
 
     def shown(self, row: Row) -> str:
         """The value of a row as text; nothing where there is none."""
@@ -84,9 +88,11 @@ class Report:
 
     def table(self) -> Table:
         """The rows for a terminal."""
-        table = Table(title=self.title)
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for column in self.columns:
-            table.add_column(column.title, justify="right")
+            table.add_column(
+                column.title, justify="right" if column.form else "left", no_wrap=not column.wrap
+            )
         for row in self.results:
             table.add_row(*(column.shown(row) for column in self.columns))
         return table
@@ -103,9 +109,9 @@ class Report:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         plot = self.plot
-        titles = {column.key: column.title for column in self.columns}
+        titles = {column.key: column.title.replace("\n", " ") for column in self.columns}
         if plot.bars:
-            names = [str(row[plot.x]) for row in self.results]
+            names = [textwrap.shorten(str(row[plot.x]), 48, placeholder=" …") for row in self.results]
             axes.barh(names, [row[plot.y] or 0.0 for row in self.results])
             axes.invert_yaxis()
             axes.set_xlabel(titles.get(plot.y, plot.y))
@@ -142,17 +148,19 @@ class Output:
     json_path: str | None = None
     plot_path: str | None = None
 
-    def check(self) -> None:
-        """Before anything is measured: can it be written?
+    @classmethod
+    def checked(cls, json_path: str | None, plot_path: str | None) -> Output:
+        """Refuse, before anything is measured, what could not be written after it.
 
         Raises:
             ConfigError: no such folder, or no matplotlib.
         """
-        for flag, path in (("--json", self.json_path), ("--plot", self.plot_path)):
+        for flag, path in (("--json", json_path), ("--plot", plot_path)):
             if path is not None and not Path(path).absolute().parent.is_dir():
                 raise ConfigError(f"{flag} {path}: there is no folder {Path(path).parent}. Make it first.")
-        if self.plot_path is not None:
+        if plot_path is not None:
             _require_matplotlib()
+        return cls(json_path, plot_path)
 
     def write(self, report: Report) -> None:
         """Print the table and write the files."""

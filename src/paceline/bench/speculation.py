@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from paceline.bench.decode import parse_batch_sizes
+from paceline.bench.geometry import plain
+from paceline.bench.latency import parse_batch_sizes
 from paceline.bench.machine import describe_machine
 from paceline.bench.prompts import PROMPTS
+from paceline.bench.report import Column, Plot, Report
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.llm import LLM
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -44,46 +41,58 @@ class SpeculationResult:
     equal: bool
 
 
-def run_speculation_bench(
+COLUMNS = (
+    Column("batch_size", "batch"),
+    Column("plain_tokens_per_s", "plain\ntok/s", ",.0f"),
+    Column("drafted_tokens_per_s", "drafted\ntok/s", ",.0f"),
+    Column("speedup", "times\nplain", ".2f"),
+    Column("accept_length", "accept\nlength", ".2f"),
+    Column("equal", "same\ntokens"),
+)
+
+
+def run_speculation(
     engine: EngineConfig,
     prompts_path: str | None,
     output_len: int,
     temperature: float,
     batch_sizes: str,
     repeats: int,
-    json_path: str | None,
-) -> None:
-    """Measure, print a table, and write JSON when asked.
+) -> Report:
+    """Measure both modes.
 
     Raises:
         ConfigError: no drafter, or prompts that cannot be read.
     """
     if engine.speculation is None:
         raise ConfigError("There is no drafter to measure. Name one with --speculative-config.")
-    fields = {name: getattr(engine, name) for name in EngineConfig.__struct_fields__}
-    drafted = LLM(**fields)
-    plain = LLM(**{**fields, "speculative_config": SpeculativeConfig()})
-    sizes = parse_batch_sizes(batch_sizes, drafted.info.max_num_seqs)
+    sizes = parse_batch_sizes(batch_sizes)
     prompts = _read_prompts(prompts_path)
+    drafted, undrafted = _load(engine), _load(plain(engine))
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=output_len, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    results = [_compare(plain, drafted, prompts, params, size, repeats) for size in sizes]
-    report: dict[str, Any] = {
-        "machine": describe_machine(torch.device(drafted.info.device)),
-        "model": drafted.info.model,
-        "speculation": msgspec.to_builtins(engine.speculation),
-        "dtype": drafted.info.dtype,
-        "prompts": len(prompts),
-        "output_len": output_len,
-        "temperature": temperature,
-        "repeats": repeats,
-        "results": [asdict(result) for result in results],
-    }
-    _print(report, results)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(report, indent=1) + "\n")
+    return Report(
+        bench="speculation",
+        machine=describe_machine(torch.device(drafted.info.device)),
+        settings={
+            "model": drafted.info.model,
+            "speculation": msgspec.to_builtins(engine.speculation),
+            "dtype": drafted.info.dtype,
+            "prompts": len(prompts),
+            "output_len": output_len,
+            "temperature": temperature,
+            "repeats": repeats,
+        },
+        columns=COLUMNS,
+        plot=Plot("batch_size", "speedup"),
+        results=[asdict(_compare(undrafted, drafted, prompts, params, size, repeats)) for size in sizes],
+    )
+
+
+def _load(engine: EngineConfig) -> LLM:
+    return LLM(**{name: getattr(engine, name) for name in EngineConfig.__struct_fields__})
 
 
 def _read_prompts(path: str | None) -> list[str]:
@@ -113,13 +122,13 @@ def _run(
 
 
 def _compare(
-    plain: LLM, drafted: LLM, prompts: list[str], params: list[SamplingParams], size: int, repeats: int
+    undrafted: LLM, drafted: LLM, prompts: list[str], params: list[SamplingParams], size: int, repeats: int
 ) -> SpeculationResult:
     before = drafted.stats()
     spans, accepted = before.num_drafts, before.num_accepted_tokens
     pairs, equal = [], True
     for _ in range(repeats):
-        plain_s, want = _run(plain, prompts, params, size)
+        plain_s, want = _run(undrafted, prompts, params, size)
         drafted_s, got = _run(drafted, prompts, params, size)
         pairs.append((plain_s, drafted_s))
         equal &= want == got
@@ -134,23 +143,3 @@ def _compare(
         accept_length=1 + (after.num_accepted_tokens - accepted) / max(rounds, 1),
         equal=equal,
     )
-
-
-def _print(report: dict[str, Any], results: list[SpeculationResult]) -> None:
-    machine = report["machine"]
-    table = Table(
-        title=f"{report['model']} with {Path(report['speculation']['model']).name} on "
-        f"{machine.get('gpu', machine['cpu'])}, temperature {report['temperature']:g}"
-    )
-    for name in ("batch", "plain tok/s", "drafted tok/s", "speedup", "accept length", "same tokens"):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(
-            str(result.batch_size),
-            f"{result.plain_tokens_per_s:,.0f}",
-            f"{result.drafted_tokens_per_s:,.0f}",
-            f"{result.speedup:.2f}x",
-            f"{result.accept_length:.2f}",
-            "yes" if result.equal else "NO",
-        )
-    Console().print(table)

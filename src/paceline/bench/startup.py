@@ -22,9 +22,9 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 
 COLUMNS = (
-    Column("at_s", "s after the start", ".2f"),
-    Column("took_s", "of them this took", ".2f"),
-    Column("phase", "until"),
+    Column("at_s", "at s", ".2f"),
+    Column("took_s", "took s", ".2f"),
+    Column("phase", "until", wrap=True),
 )
 
 

@@ -11,6 +11,7 @@ from paceline.bench.driver import Driver, Run, random_prompts
 from paceline.bench.machine import describe_engine, describe_machine
 from paceline.bench.report import Column, Plot, Report
 from paceline.config import EngineConfig
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,16 @@ class ThroughputResult:
 
 
 COLUMNS = (
-    Column("request_rate", "requests/s offered", "g"),
+    Column("request_rate", "offered\nper s", "g"),
     Column("num_requests", "requests"),
     Column("seconds", "s", ".3f"),
-    Column("total_tokens_per_s", "tok/s, prompts too", ",.0f"),
-    Column("output_tokens_per_s", "output tok/s", ",.0f"),
-    Column("first_token_p50_ms", "first token p50 ms", ".1f"),
-    Column("first_token_p99_ms", "p99", ".1f"),
-    Column("per_token_p50_ms", "per token p50 ms", ".2f"),
-    Column("per_token_p99_ms", "p99", ".2f"),
-    Column("accept_length", "accept length", ".2f"),
+    Column("total_tokens_per_s", "all\ntok/s", ",.0f"),
+    Column("output_tokens_per_s", "output\ntok/s", ",.0f"),
+    Column("first_token_p50_ms", "first\np50 ms", ".0f"),
+    Column("first_token_p99_ms", "\np99 ms", ".0f"),
+    Column("per_token_p50_ms", "token\np50 ms", ".2f"),
+    Column("per_token_p99_ms", "\np99 ms", ".2f"),
+    Column("accept_length", "accept\nlength", ".2f"),
 )
 
 
@@ -98,6 +99,23 @@ def percentile(values: list[float], percent: int) -> float:
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def parse_rates(text: str | None) -> list[float | None]:
+    """Request rates separated by commas; without any, all at once.
+
+    Raises:
+        ConfigError: not numbers, or not positive.
+    """
+    if text is None:
+        return [None]
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--request-rates is {text!r}; give numbers such as 1,2.5,5.") from error
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"--request-rates is {text!r}; rates must be positive.")
+    return list(rates)
 
 
 def run_throughput(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from paceline.cli import bench
 from paceline.cli.options import engine_options, sampling_options
 from paceline.cli.prove import prove
 from paceline.cli.train import train_drafter
@@ -150,49 +151,7 @@ def serve(
     )
 
 
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.command("decode")
-@engine_options
-def bench_decode(
-    *,
-    engine: EngineConfig,
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers of sequences.")] = "1,2,4,8,16,32",
-    input_len: Annotated[int, typer.Option(help="Prompt tokens per sequence.", min=1)] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate per sequence.", min=2)] = 128,
-    repeats: Annotated[int, typer.Option(help="Runs per batch size; medians are reported.", min=1)] = 5,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write the results to this file.")] = None,
-) -> None:
-    """Plain decoding: tokens per second beside a bare loop over the same model and the memory limit."""
-    from paceline.bench.decode import run_decode_bench
-
-    run_decode_bench(engine, batch_sizes, input_len, output_len, repeats, json_path)
-
-
-@bench.command("speculation")
-@engine_options
-def bench_speculation(
-    *,
-    engine: EngineConfig,
-    prompts: Annotated[
-        str | None, typer.Option(help="File with one prompt per line. Default: built-in ones.")
-    ] = None,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=2)] = 96,
-    temperature: Annotated[float, typer.Option(help="Of every request.", min=0.0)] = 0.0,
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers of sequences.")] = "1,4",
-    repeats: Annotated[int, typer.Option(help="Runs per mode; medians are reported.", min=1)] = 3,
-    json_path: Annotated[str | None, typer.Option("--json", help="Write the results to this file.")] = None,
-) -> None:
-    """The same prompts with and without drafts: tokens per second, accept length, whether the tokens are
-    equal.
-    """
-    from paceline.bench.speculation import run_speculation_bench
-
-    run_speculation_bench(engine, prompts, output_len, temperature, batch_sizes, repeats, json_path)
-
-
+app.add_typer(bench.app, name="bench")
 app.command()(train_drafter)
 app.command()(prove)
 

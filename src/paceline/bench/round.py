@@ -1,0 +1,150 @@
+"""One decode round taken apart: what each stage takes, what it must read, how near the two are.
+
+The round as it is served is timed first, whole. Then rounds of the same size run uncaptured with their stages
+recorded (:mod:`paceline.bench.stages`). On a GPU kernels take the same time in a graph and out of it, so the
+difference between the whole round and the sum of its kernels is gaps between them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.bench import stages
+from paceline.bench.driver import Driver, random_prompts
+from paceline.bench.floor import Floor, read_floor
+from paceline.bench.machine import describe_engine, describe_machine, read_bandwidth
+from paceline.bench.report import Column, Plot, Report
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.proving.drive import runner_of
+from paceline.runtime.graphs import RoundSet
+
+COLUMNS = (
+    Column("stage", "stage"),
+    Column("ms", "ms", ".3f"),
+    Column("share", "of the\nround", ".0%"),
+    Column("kernels", "kernels", ".0f"),
+    Column("mb", "MB to\nread", ",.1f"),
+    Column("floor_ms", "floor\nms", ".3f"),
+    Column("limit_share", "of the\nlimit", ".0%"),
+)
+
+
+def stage_bytes(floor: Floor, context_tokens: float) -> dict[str, float]:
+    """Bytes each stage reads at the least, where that is more than activations."""
+    return {
+        stages.MATMULS: floor.matmuls,
+        stages.ATTENTION: floor.kv_per_token * context_tokens,
+        stages.HEAD: floor.head,
+        stages.DRAFT_CONTEXT: floor.draft_context,
+        stages.DRAFT_LAYERS: floor.draft_layers + floor.draft_kv_per_token * context_tokens,
+        stages.DRAFT_HEAD: floor.draft_head,
+        stages.MARKOV: floor.markov,
+    }
+
+
+def stage_rows(
+    seconds: Mapping[str, float],
+    kernels: Mapping[str, float],
+    round_s: float,
+    needed: Mapping[str, float],
+    bytes_per_s: float,
+) -> list[dict[str, Any]]:
+    """The rows of the report: every stage, what lies between them, and the whole.
+
+    Args:
+        seconds, kernels: of one round, by stage; no kernels on a CPU.
+        round_s: of a whole round as it is served.
+        needed: bytes each stage must read.
+        bytes_per_s: at which memory can be read.
+    """
+    kernels = {**kernels, "round": sum(kernels.values())} if kernels else kernels
+    rest = round_s - sum(seconds.values())
+    parts = [(stage, seconds[stage], needed.get(stage, 0.0)) for stage in stages.STAGES if stage in seconds]
+    parts.append(("between stages", rest, 0.0))
+    parts.append(("round", round_s, sum(needed.values())))
+    return [
+        {
+            "stage": stage,
+            "ms": 1e3 * taken,
+            "share": taken / round_s,
+            "kernels": kernels.get(stage),
+            "mb": size / 1e6 if size else None,
+            "floor_ms": 1e3 * size / bytes_per_s if size else None,
+            "limit_share": size / bytes_per_s / taken if size else None,
+        }
+        for stage, taken, size in parts
+    ]
+
+
+def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_rounds: int) -> Report:
+    """Take a round apart.
+
+    Args:
+        batch_size: sequences.
+        context_len: tokens each has when the first of the rounds begins.
+        num_rounds: rounds to average over.
+
+    Raises:
+        ConfigError: the engine has no rounds, or the batch does not fit it.
+    """
+    if engine.enforce_eager:
+        raise ConfigError("enforce_eager is set, so there are no decode rounds to take apart. Drop it.")
+    driver = Driver(engine)
+    device = torch.device(driver.info.device)
+    bytes_per_s = read_bandwidth(device)
+    output_len = 2 + (num_rounds + 2) * (1 + driver.num_drafts)  # enough if every draft stands
+    driver.check_fits(batch_size, context_len + output_len)
+    prompts = random_prompts(batch_size, context_len, driver.info.vocab_size, seed=0)
+    driver.run(prompts, output_len)
+    round_s = statistics.median(driver.run(prompts, output_len).full_rounds_s())
+    seconds, kernels = _record(driver, prompts, output_len)
+    floor = read_floor(engine, driver.item_bytes, driver.num_drafts)
+    needed = stage_bytes(floor, batch_size * (context_len + output_len / 2))
+    return Report(
+        bench="round",
+        machine=describe_machine(device),
+        settings={
+            **describe_engine(driver),
+            "batch_size": batch_size,
+            "context_len": context_len,
+            "num_rounds": num_rounds,
+            "read_bytes_per_s": bytes_per_s,
+        },
+        columns=COLUMNS,
+        plot=Plot("stage", "ms", bars=True),
+        results=stage_rows(seconds, kernels, round_s, needed, bytes_per_s),
+    )
+
+
+def _record(
+    driver: Driver, prompts: list[list[int]], output_len: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and kernels of one round by stage."""
+    runner = runner_of(driver.core)
+    runner.rounds = RoundSet(
+        runner.model,
+        runner.cache,
+        runner.state,
+        runner.drafting,
+        max_num_seqs=driver.info.max_num_seqs,
+        max_model_len=driver.info.max_model_len,
+        capture=False,
+    )
+    driver.run(prompts, output_len)
+    recorder: stages.ClockRecorder | stages.ProfilerRecorder
+    if runner.device.type == "cuda":
+        recorder = stages.ProfilerRecorder()
+        with recorder.profiled():
+            driver.run(prompts, output_len)
+        kernels = {stage: count / recorder.num_rounds for stage, count in recorder.kernels.items()}
+    else:
+        recorder = stages.ClockRecorder()
+        with recorder.active():
+            driver.run(prompts, output_len)
+        kernels = {}
+    return {stage: taken / recorder.num_rounds for stage, taken in recorder.seconds.items()}, kernels

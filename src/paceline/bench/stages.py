@@ -1,0 +1,215 @@
+"""Where a decode round's time goes, stage by stage, without a line of measuring code in the engine.
+
+While a recorder is active, the functions that make up a round open a range when they are called. On a CPU a
+range's own time is what the clock says. On a GPU the ranges go into torch's profiler, and each kernel is
+charged to the range it was launched from.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from paceline.models.attention import PagedContext
+from paceline.models.drafter import Drafter
+from paceline.models.qwen3 import Linear, Qwen3ForCausalLM
+from paceline.runtime import round as rounds
+from paceline.runtime.drafting import DraftStage
+
+ROUND: Final = "rows, acceptance"
+TARGET: Final = "target: norms, rotation, rest"
+MATMULS: Final = "target: matmuls"
+ATTENTION: Final = "target: attention"
+HEAD: Final = "target: head"
+SAMPLING: Final = "sampling"
+DRAFT_CONTEXT: Final = "draft: fc and K/V"
+DRAFT_LAYERS: Final = "draft: layers"
+DRAFT_HEAD: Final = "draft: head"
+MARKOV: Final = "draft: Markov, choice"
+STAGES: Final = (
+    MATMULS,
+    ATTENTION,
+    TARGET,
+    HEAD,
+    SAMPLING,
+    ROUND,
+    DRAFT_CONTEXT,
+    DRAFT_LAYERS,
+    DRAFT_HEAD,
+    MARKOV,
+)
+"""In the order they are shown."""
+
+
+class _Part(NamedTuple):
+    """A function whose calls are a stage when made from another one."""
+
+    owner: Any
+    name: str
+    stage: str
+    within: str | None
+
+
+# The same function may serve several stages: a Linear called by the drafter is no matmul of the target.
+_PARTS: Final = (
+    _Part(rounds.DecodeRound, "__call__", ROUND, None),
+    _Part(Qwen3ForCausalLM, "forward", TARGET, ROUND),
+    _Part(Linear, "forward", MATMULS, TARGET),
+    _Part(PagedContext, "attend", ATTENTION, TARGET),
+    _Part(Qwen3ForCausalLM, "logits", HEAD, ROUND),
+    _Part(rounds, "sample_fixed", SAMPLING, ROUND),
+    _Part(DraftStage, "write_context", DRAFT_CONTEXT, ROUND),
+    _Part(DraftStage, "propose", DRAFT_LAYERS, ROUND),
+    _Part(Drafter, "head", DRAFT_HEAD, DRAFT_LAYERS),
+    _Part(Drafter, "draft", MARKOV, DRAFT_LAYERS),
+)
+
+
+class Recorder(ABC):
+    """Opens and closes ranges, which nest; counts the rounds."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+        self._stack: list[str] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Until it ends, calls of the parts are recorded."""
+        with ExitStack() as stack:
+            for part in _PARTS:
+                stack.enter_context(patch.object(part.owner, part.name, self._recorded(part)))
+            yield
+
+    def _recorded(self, part: _Part) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(part.owner, part.name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if (self._stack[-1] if self._stack else None) != part.within:
+                return function(*args, **kwargs)
+            self._stack.append(part.stage)
+            try:
+                with self.range(part.stage):
+                    return function(*args, **kwargs)
+            finally:
+                self._stack.pop()
+                self.num_rounds += part.stage == ROUND
+
+        return call
+
+    @abstractmethod
+    def range(self, stage: str) -> AbstractContextManager[None]:
+        """The range of one call."""
+
+
+class ClockRecorder(Recorder):
+    """Each stage's own seconds by the clock, without those of the stages within it.
+
+    Attributes:
+        seconds: by stage, over all rounds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner: list[float] = []
+
+    @contextmanager
+    def range(self, stage: str) -> Iterator[None]:
+        """See :meth:`Recorder.range`."""
+        self._inner.append(0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            whole = time.perf_counter() - start
+            self.seconds[stage] += whole - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += whole
+
+
+class ProfilerRecorder(Recorder):
+    """Ranges in torch's profiler.
+
+    Attributes:
+        seconds: by stage, of kernels, over all rounds; there once :meth:`profiled` has ended.
+        kernels: their number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: Mapping[str, float] = {}
+        self.kernels: Mapping[str, int] = {}
+
+    @contextmanager
+    def range(self, stage: str) -> Iterator[None]:
+        """See :meth:`Recorder.range`."""
+        with torch.profiler.record_function(stage):
+            yield
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Record, profile, and at the end charge the kernels."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile, self.active():
+            yield
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        self.seconds, self.kernels = charge_kernels(events)
+
+
+def charge_kernels(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds and number of kernels by stage, from the events of a Chrome trace.
+
+    A kernel and the call that launched it share a correlation number; the call lies within the ranges open
+    when it was made, and the innermost is charged. Kernels launched outside of all ranges are left out.
+
+    Args:
+        events: of ``torch.profiler``: ``ts`` and ``dur`` in microseconds.
+    """
+    ranges = sorted(
+        (float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"]))
+        for e in events
+        if e.get("cat") == "user_annotation" and e.get("name") in STAGES
+    )
+    calls = sorted(
+        (float(e["ts"]), int(e["args"]["correlation"]))
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    )
+    stage_of: dict[int, str] = {}
+    opened: list[tuple[float, str]] = []  # ends and names, innermost last
+    following = iter([*ranges, (float("inf"), 0.0, "")])
+    coming = next(following)
+    for at, correlation in calls:
+        while coming[0] <= at:
+            while opened and opened[-1][0] <= coming[0]:
+                opened.pop()
+            opened.append(coming[1:])
+            coming = next(following)
+        while opened and opened[-1][0] < at:
+            opened.pop()
+        if opened:
+            stage_of[correlation] = opened[-1][1]
+    seconds: dict[str, float] = {}
+    kernels: dict[str, int] = {}
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        stage = stage_of.get(int(event.get("args", {}).get("correlation", -1)))
+        if stage is not None:
+            seconds[stage] = seconds.get(stage, 0.0) + 1e-6 * float(event["dur"])
+            kernels[stage] = kernels.get(stage, 0) + 1
+    return seconds, kernels
