@@ -20,6 +20,8 @@ from paceline.models.drafter_config import DrafterConfig
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.ops import RowNoise
+from paceline.sampling.noise import gumbel, row_keys
 
 DRAFTERS = (
     "dflash_tiny_b16",
@@ -250,6 +252,34 @@ def test_noise_changes_the_choice_and_nothing_else(name: str) -> None:
     assert chain.runner_up[0].tolist() == [50 + slot for slot in wanted]
     assert torch.equal(chain.logits, drafter.chain(slots, anchor, given=chain.tokens).logits)
     assert torch.equal(chain.logits[:, 0], plain.logits[:, 0])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafting_only_tokens_picks_what_the_chain_picks(name: str) -> None:
+    """With and without the sampler's noise; a row without temperature is greedy."""
+    found, drafter = golden(name)
+    case = detailed(found)[0]
+    anchor = case["r1"]["anchor"]
+    contexts = [context_tokens(found, case, "r1")] * 2
+    _, slots, greedy = run_rounds(drafter, contexts, [anchor, anchor])
+    anchors = torch.tensor([anchor, anchor])
+    assert torch.equal(drafter.draft(slots, anchors), greedy.tokens)
+
+    ids = drafter.target_ids
+    if ids is None:
+        ids = torch.arange(drafter.config.draft_vocab_size)
+    keys, temperature = torch.tensor([5, -7]), torch.tensor([0.0, 0.8])
+
+    def rows(slot: int) -> RowNoise:
+        return RowNoise(keys, torch.tensor([30, 40]) + slot, temperature, ids.to(torch.int32))
+
+    def noisy(slot: int, logits: Tensor) -> Tensor:
+        noise = gumbel(row_keys(keys, rows(slot).positions), rows(slot).token_ids)
+        return torch.stack((logits[0], logits[1] * 0.8 + noise[1]))
+
+    drafts = drafter.draft(slots, anchors, rows)
+    assert torch.equal(drafts, drafter.chain(slots, anchors, noise=noisy).tokens)
+    assert torch.equal(drafts[0], greedy.tokens[0]) and not torch.equal(drafts[1], greedy.tokens[1])
 
 
 def mutant(drafter: Drafter, config: DrafterConfig) -> Drafter:

@@ -82,7 +82,7 @@ def test_follows_the_targets_dtype(folder: Path) -> None:
     k, v = drafter.context_kv(drafter.context_features(taps), torch.arange(4)[None])
     starts = torch.tensor([[4]])
     hidden = drafter(torch.tensor([[5]]), starts, DenseDraftContext(k, v, starts))
-    assert (hidden.dtype, drafter.slots(hidden).logits.dtype) == (torch.bfloat16, torch.float32)
+    assert (hidden.dtype, drafter.slots(hidden).logits.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_tables_of_another_target_are_refused(target: Qwen3ForCausalLM, folder: Path) -> None:

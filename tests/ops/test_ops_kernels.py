@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
 
-from paceline.ops import reference
+from paceline.ops import LowRank, RowNoise, draft_argmax, reference
 from paceline.ops.choices import MatmulConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,10 +32,10 @@ def kernels() -> Any:
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory the kernels are handed holds NaN, so an element they fail to write is seen."""
+    """Memory the kernels are handed holds NaN, or -1, so an element they fail to write is seen."""
 
-    def poisoned(size: tuple[int, ...], **options: Any) -> Tensor:
-        return torch.full(size, torch.nan, **options)
+    def poisoned(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(size, torch.nan if dtype.is_floating_point else -1, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
@@ -73,6 +73,40 @@ def test_norm_of_a_slice_reads_only_the_slice(kernels: Any) -> None:
 def test_silu_mul(kernels: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate_up = 4 * random(*shape, dtype=dtype)
     close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize(("rows", "vocab", "rank"), [(1, 100, 0), (5, 700, 24), (19, 64, 32)])
+def test_draft_argmax(
+    kernels: Any, rows: int, vocab: int, rank: int, noisy: bool, dtype: torch.dtype
+) -> None:
+    """Also a best score that several tokens share, and a row of NaN."""
+    logits = random(rows, 3, vocab, dtype=dtype)[:, 1]
+    logits[0, [7, vocab - 1]] = 99.0
+    low_rank = None
+    if rank:
+        table, weight = random(9, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
+        weight[vocab - 1] = weight[7]
+        low_rank = LowRank(table, torch.randint(9, (rows,), device=DEVICE), weight)
+    noise = None
+    if noisy:
+        temperature = torch.rand(rows, device=DEVICE)
+        temperature[0] = 0.0
+        ids = torch.randperm(vocab, device=DEVICE).to(torch.int32)
+        keys = torch.randint(-(2**62), 2**62, (rows,), device=DEVICE)
+        noise = RowNoise(keys, torch.arange(rows, device=DEVICE), temperature, ids)
+    best = kernels.draft_argmax(logits, low_rank, noise)
+    low_rank_cpu = low_rank and LowRank(*(x.cpu() for x in low_rank if x is not None))
+    noise_cpu = noise and RowNoise(*(x.cpu() for x in noise))
+    expected = draft_argmax(logits.cpu(), low_rank_cpu, noise_cpu)
+    assert best.dtype == torch.int64 and best[0] == 7
+    if dtype == torch.float32:
+        assert torch.equal(best.cpu(), expected)
+    else:  # sums of another order may round a correction differently
+        assert (best.cpu() == expected).double().mean() > 0.8
+    logits[-1] = torch.nan
+    assert kernels.draft_argmax(logits, low_rank, noise)[-1] == vocab - 1
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:

@@ -30,7 +30,7 @@ class DraftSlots(NamedTuple):
 
     Attributes:
         hidden: [*, g, d], after the final norm.
-        logits: [*, g, draft vocabulary] fp32, of the parallel pass alone.
+        logits: [*, g, draft vocabulary] in the weights' dtype, of the parallel pass alone.
     """
 
     hidden: Tensor
@@ -138,6 +138,14 @@ class MarkovHead(nn.Module):
         a, b, o = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1)).chunk(3, dim=-1)
         keep = torch.sigmoid(a)
         return torch.tanh(o), keep * state + (1 - keep) * torch.tanh(b)
+
+    def low_rank(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[ops.LowRank, Tensor]:
+        """One slot's correction, not multiplied out: (int [N], [N, d], state [N, r]) -> (it, next state)."""
+        table, rows = self.markov_w1.weight, previous
+        if self.kind != "vanilla":
+            table, state = self.step(self.markov_w1(previous), hidden, state)
+            rows = torch.arange(len(previous), device=previous.device)
+        return ops.LowRank(table, rows, self.markov_w2.weight, self.markov_w2.packed), state
 
     def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """Biases of all slots when their predecessors are known (teacher forcing).
@@ -307,9 +315,9 @@ class Drafter(nn.Module):
         return x
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[*, d] -> [*, draft vocabulary] fp32, by the target's head or the part of it the drafter has."""
+        """[*, d] -> [*, draft vocabulary], by the target's head or the part of it the drafter has."""
         logits = self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return cast(Tensor, logits).float()
+        return cast(Tensor, logits)
 
     def slots(self, hidden: Tensor, num_drafts: int | None = None) -> DraftSlots:
         """The draft slots of blocks [*, W, d], the first ``num_drafts`` of them, with their logits."""
@@ -318,10 +326,27 @@ class Drafter(nn.Module):
         return DraftSlots(drafts, self.head(drafts))
 
     def draft(
-        self, slots: DraftSlots, anchors: Tensor, noise: Callable[[int, Tensor], Tensor] | None = None
+        self, slots: DraftSlots, anchors: Tensor, noise: Callable[[int], ops.RowNoise] | None = None
     ) -> Tensor:
-        """Only the tokens of :meth:`chain`: int64 [*, g]."""
-        return torch.stack([step.token for step in self._walk(slots, anchors, None, noise)], dim=-1)
+        """Only the tokens of :meth:`chain`, with as little memory touched as can be.
+
+        Args:
+            slots: g slots of N blocks.
+            anchors: int [N].
+            noise: maps a slot to the noise of its N rows, for sampled requests.
+
+        Returns:
+            int64 [N, g], target ids.
+        """
+        head, tokens = self.markov_head, [anchors.long()]
+        state = None if head is None else head.initial_state(slots.hidden[:, 0])
+        for slot in range(slots.hidden.shape[1]):
+            low_rank = None
+            if head is not None and state is not None:
+                low_rank, state = head.low_rank(tokens[-1], slots.hidden[:, slot], state)
+            best = ops.draft_argmax(slots.logits[:, slot], low_rank, None if noise is None else noise(slot))
+            tokens.append(self._to_target(best))
+        return torch.stack(tokens[1:], dim=-1)
 
     def chain(
         self,
@@ -364,7 +389,7 @@ class Drafter(nn.Module):
         head = self.markov_head
         state = None if head is None else head.initial_state(slots.hidden[..., 0, :])
         for slot in range(slots.hidden.shape[-2]):
-            logits = slots.logits[..., slot, :]
+            logits = slots.logits[..., slot, :].float()
             if head is not None and state is not None:
                 z, state = head.step(head.markov_w1(previous), slots.hidden[..., slot, :], state)
                 logits = logits + head.markov_w2(z).float()
@@ -378,8 +403,8 @@ class Drafter(nn.Module):
     def teacher_forced(self, slots: DraftSlots, previous: Tensor) -> Tensor:
         """Corrected logits [*, g, draft vocabulary] when the token before each slot is known: int [*, g]."""
         if self.markov_head is None:
-            return slots.logits
-        return slots.logits + cast(Tensor, self.markov_head(previous, slots.hidden)).float()
+            return slots.logits.float()
+        return slots.logits.float() + cast(Tensor, self.markov_head(previous, slots.hidden)).float()
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """Raw confidence per slot, [*, g] fp32, for hidden [*, g, d] and the token before each slot, int "

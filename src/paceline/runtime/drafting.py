@@ -8,7 +8,7 @@ each sequence blocks of its own, and keeps the tap rows of full blocks to rebuil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor
 from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
-from paceline.ops import RowLayout
+from paceline.ops import RowLayout, RowNoise
 from paceline.runtime.acceptance import synthetic_accepted
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.state import SlotState, cache_slots
-from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
 
 
@@ -188,39 +187,16 @@ class DraftStage:
             host_max_context=max_context + width,
         )
 
-    def _noise(self, slots: Tensor, starts: Tensor) -> DraftNoise:
+    def _noise(self, slots: Tensor, starts: Tensor) -> Callable[[int], RowNoise]:
+        """The sampler's own noise on the draft's logits, by draft slot.
+
+        The token at a position is drawn with noise keyed by (seed, position). A drafter that adds the same
+        noise to its own logits proposes what the target will draw whenever the two distributions are close,
+        at any temperature (coupling by common random numbers; Daliri, Musco and Suresh 2024,
+        arXiv:2408.07978). What is accepted is exact either way.
+        """
         sampling, ids = self._state.sampling, self.drafter.target_ids
-        return DraftNoise(
-            sampling.ints[:, SEED_KEY][slots],
-            starts,
-            sampling.floats[:, INV_TEMPERATURE][slots].float(),
-            sampling.token_ids if ids is None else ids.to(torch.int32),
-        )
-
-
-class DraftNoise:
-    """The sampler's own noise on the draft's logits.
-
-    The token at a position is drawn with noise keyed by (seed, position). A drafter that adds the same noise
-    to its own logits proposes what the target will draw whenever the two distributions are close, at any
-    temperature (coupling by common random numbers; Daliri, Musco and Suresh 2024, arXiv:2408.07978). What is
-    accepted is exact either way.
-
-    Args:
-        seed_keys: [N] int64.
-        starts: [N] anchors' positions; slot k is the token at start + k + 1.
-        inv_temperature: [N] fp32; 0 for greedy sequences, whose noise is left out.
-        token_ids: [draft vocabulary] int32, target ids.
-    """
-
-    def __init__(self, seed_keys: Tensor, starts: Tensor, inv_temperature: Tensor, token_ids: Tensor) -> None:
-        self._seed_keys = seed_keys
-        self._starts = starts
-        self._scale = inv_temperature[:, None]
-        self._token_ids = token_ids
-
-    def __call__(self, slot: int, logits: Tensor) -> Tensor:
-        """Logits [N, V] of draft ``slot``, as the choice is made from them."""
-        keys = row_keys(self._seed_keys, self._starts + slot + 1)
-        noisy = logits * self._scale + gumbel(keys, self._token_ids)
-        return torch.where(self._scale > 0, noisy, logits)
+        seed_keys = sampling.ints[:, SEED_KEY][slots]
+        inv_temperature = sampling.floats[:, INV_TEMPERATURE][slots].float()
+        token_ids = sampling.token_ids if ids is None else ids.to(torch.int32)
+        return lambda slot: RowNoise(seed_keys, starts + slot + 1, inv_temperature, token_ids)
