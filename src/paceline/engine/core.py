@@ -19,6 +19,7 @@ from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
 from paceline.sampling.params import validate
 from paceline.sampling.seeds import mix64, sequence_seed
 from paceline.speculation.draft_state import DraftState
+from paceline.speculation.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class EngineCore:
         seed: seed of requests that name none.
         drafting: the drafter's limits; None drafts nothing.
         draft_state: how the drafter's knowledge of the past is kept; None for paged.
+        planner: how many drafts are verified in a step, and whether any are made; None for all that fit.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EngineCore:
         seed: int = 0,
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.info = info
         self.pool = pool
@@ -69,11 +72,13 @@ class EngineCore:
             vocab_size=info.vocab_size,
             drafting=drafting,
             draft_state=draft_state,
+            planner=planner,
         )
         self.runner = runner
         self._lookahead = lookahead
         self._seed = seed
-        self._launched: deque[tuple[PlannedStep, PendingStep]] = deque()
+        self._launched: deque[tuple[PlannedStep, PendingStep, float]] = deque()
+        self._last_commit_s = 0.0
         self._requests: dict[str, list[Sequence]] = {}
         self._arrivals = 0
         self._stats = EngineStats()
@@ -192,15 +197,19 @@ class EngineCore:
                     entry.sequence.first_scheduled_s = now
             self._stats.num_steps += 1
             self._stats.num_rows += planned.plan.num_rows
-            self._launched.append((planned, self._launch(planned)))
+            self._launched.append((planned, self._launch(planned), start))
         if not self._launched or (planned is not None and len(self._launched) <= self._lookahead):
             return []
-        planned, pending = self._launched.popleft()
+        planned, pending, begun = self._launched.popleft()
         results = pending.result()
         start = time.perf_counter()
         progress = self.scheduler.commit(planned, results)
         outputs = [self._output(item) for item in progress]
-        self._stats.schedule_s += time.perf_counter() - start
+        now = time.perf_counter()
+        self._stats.schedule_s += now - start
+        # What one more step costs: since the last one was done, or since this was begun if there was a pause.
+        self.scheduler.timed(planned, now - max(begun, self._last_commit_s))
+        self._last_commit_s = now
         return outputs
 
     def _launch(self, planned: PlannedStep) -> PendingStep:

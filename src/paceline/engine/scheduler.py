@@ -28,8 +28,10 @@ from paceline.engine.sequence import InFlight, Sequence, Status
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
 from paceline.sampling.logprobs import Logprob
+from paceline.speculation.costs import Round
 from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
+from paceline.speculation.planner import EVERYTHING, Batch, Decision, Planner
 
 
 @dataclass(slots=True)
@@ -40,6 +42,11 @@ class Entry:
     span: Span
     tenancy: int
     """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the span is an anchor and its drafts, no prefill."""
+        return self.span.sample and self.span.rows == self.span.drafts + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class PlannedStep:
 
     plan: StepPlan
     entries: list[Entry]
+    decision: Decision = EVERYTHING
 
 
 @dataclass(slots=True)
@@ -101,6 +109,7 @@ class Scheduler:
         vocab_size: what a request for all logprobs means.
         drafting: the drafter's limits; None drafts nothing.
         draft_state: how the drafter's knowledge of the past is kept; None for paged.
+        planner: how many drafts are verified in a step, and whether any are made; None for all that fit.
     """
 
     def __init__(
@@ -113,8 +122,10 @@ class Scheduler:
         vocab_size: int,
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.drafting = drafting or DraftLimits()
+        self.planner = planner
         self.draft_state = draft_state or PagedDraftState(SpeculationCounters(self.drafting.num_drafts))
         self.speculation = self.draft_state.counters
         self.pool = pool
@@ -188,6 +199,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         self._running.sort(key=lambda s: s.order)
         decoding = [s for s in self._running if len(s.tokens) - s.scheduled <= 1]
+        if self.planner is not None:
+            step.decision = self.planner.decide(self._batch(decoding))
         prefilling = [s for s in self._running if len(s.tokens) - s.scheduled > 1]
         preempted = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
@@ -195,7 +208,7 @@ class Scheduler:
             unserved = max(unserved - 1, 0)
             if sequence.status is not Status.RUNNING:
                 continue  # it was a victim earlier in this loop
-            claim = self._claim(sequence, budget, budget - 1 - unserved)
+            claim = self._claim(sequence, step.decision, budget, budget - 1 - unserved)
             if claim is None:
                 continue
             while (granted := self._reserve(sequence, claim)) is None:
@@ -214,7 +227,23 @@ class Scheduler:
         self._step += 1
         return step
 
-    def _claim(self, sequence: Sequence, budget: int, spare: int) -> Claim | None:
+    def _batch(self, decoding: Iterable[Sequence]) -> Batch:
+        """The sequences that decode, as the planner sees them."""
+        sequences = [s for s in decoding if s.rows_wanted() > 0]
+        return Batch(
+            slots=[s.slot for s in sequences],
+            available=[self._drafts_in_place(s) for s in sequences],
+            can_draft=[s.can_draft for s in sequences],
+            context=sum(s.scheduled for s in sequences) / max(len(sequences), 1),
+            row_limit=self.max_num_batched_tokens - len(sequences),
+        )
+
+    def _drafts_in_place(self, sequence: Sequence) -> int:
+        """Drafts a decoding sequence could have verified now."""
+        room = self.max_model_len - sequence.scheduled
+        return max(0, min(sequence.drafted, sequence.tokens_left - 1, room - 1))
+
+    def _claim(self, sequence: Sequence, decision: Decision, budget: int, spare: int) -> Claim | None:
         """What ``sequence`` runs next within ``budget`` rows, at most ``spare`` of them drafts."""
         # A span in flight may have ended the sequence already: its successor must not pass the last position.
         room = self.max_model_len - sequence.scheduled
@@ -223,10 +252,17 @@ class Scheduler:
             return None
         known = len(sequence.tokens) - sequence.scheduled
         sample = rows >= known
-        left = sequence.tokens_left
-        drafts = max(0, min(sequence.drafted, spare, left - 1, room - rows)) if known <= 1 else 0
+        drafts = 0
+        if known <= 1:
+            drafts = max(0, min(self._drafts_in_place(sequence), decision.limit(sequence.slot), spare))
         # Worth drafting if the next round may still commit a draft and the token after it.
-        propose = sample and sequence.can_draft and self.drafting.num_drafts > 0 and left - 1 >= 2
+        propose = (
+            sample
+            and sequence.can_draft
+            and self.drafting.num_drafts > 0
+            and decision.propose
+            and sequence.tokens_left - 1 >= 2
+        )
         rows += drafts
         return Claim(rows, drafts, sample, propose, rows + self.drafting.block_rows * propose)
 
@@ -273,7 +309,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 held_back.append(sequence)
                 continue
-            started = self._start(sequence, budget)
+            started = self._start(sequence, step.decision, budget)
             if started is None:
                 break
             claim, offer = started
@@ -281,6 +317,8 @@ class Scheduler:
             sequence.status = Status.RUNNING
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
+            if self.planner is not None:
+                self.planner.survival.reset(sequence.slot)
             self.draft_state.admit(sequence.slot, offer, step.plan.draft)
             step.plan.inits.append(
                 SlotInit(
@@ -302,7 +340,7 @@ class Scheduler:
         """Whether waiting for ``leader`` has nothing more to give: its prompt is computed, or it is gone."""
         return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
 
-    def _start(self, sequence: Sequence, budget: int) -> tuple[Claim, Offer] | None:
+    def _start(self, sequence: Sequence, decision: Decision, budget: int) -> tuple[Claim, Offer] | None:
         """Take the cached prefix and the first chunk's blocks; None if they do not fit now."""
         blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
         forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
@@ -323,7 +361,7 @@ class Scheduler:
         elif not self._wants_prompt_logprobs(sequence):
             blocks.match(sequence.tokens, offer.num_blocks)
         sequence.can_draft = offer.drafts
-        claim = self._claim(sequence, budget, 0)
+        claim = self._claim(sequence, decision, budget, 0)
         granted = None if claim is None else self._reserve(sequence, claim)
         if blocks.computed != cached or granted is None:
             raise InvariantError(
@@ -392,6 +430,8 @@ class Scheduler:
         """
         if len(results) != len(step.entries):
             raise InvariantError(f"{len(step.entries)} spans planned, {len(results)} results")
+        if self.planner is not None:
+            self._teach(self.planner, step, results)
         progress: list[Progress] = []
         finished: list[Sequence] = []
         for entry, result in zip(step.entries, results, strict=True):
@@ -427,6 +467,29 @@ class Scheduler:
                 progress.append(Progress(sequence, tokens, logprobs, entry.span.drafts, accepted))
         self.finish(finished)
         return progress
+
+    @staticmethod
+    def _teach(planner: Planner, step: PlannedStep, results: list[SpanResult]) -> None:
+        """Tell the planner what the step's decode spans committed, ends and limits left aside."""
+        decoded = [
+            (entry.span, len(result.tokens) - 1)
+            for entry, result in zip(step.entries, results, strict=True)
+            if entry.decodes and entry.sequence.tenancy == entry.tenancy and result.tokens
+        ]
+        planner.committed(
+            step.decision,
+            [span.slot for span, _ in decoded],
+            [span.drafts for span, _ in decoded],
+            [accepted for _, accepted in decoded],
+        )
+
+    def timed(self, step: PlannedStep, seconds: float) -> None:
+        """A committed step took so long: of interest when all it did was a decode round."""
+        if self.planner is None or not all(entry.decodes for entry in step.entries):
+            return
+        spans = step.plan.spans
+        round_ = Round(len(spans), max(span.drafts for span in spans), any(span.propose for span in spans))
+        self.planner.costs.observe(round_, step.decision.context, seconds)
 
     @staticmethod
     def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:

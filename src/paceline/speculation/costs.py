@@ -1,0 +1,206 @@
+"""What a decode round costs in seconds: measured at start-up, and kept true by the step times seen since.
+Pure logic.
+
+A step's time depends on how many sequences run, on the rows each of them has, on whether the next block is
+drafted, and on how much context they read. The first three are measured as a grid and interpolated, the last
+is a slope. What was measured on an idle machine with an empty cache drifts away from what is true later, so
+two corrections follow the step times:
+
+* a *level* for all rounds alike, which follows whatever runs now (a noisy neighbour, a slower clock);
+* an *offset* per kind of round, which learns only from what a kind costs beside the others. Without this
+  split the kind that runs would look slow, and the ones that do not run fast, whenever the machine is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL_RATE = 0.1
+OFFSET_RATE = 0.2
+"""Share of a step's surprise that goes to the level when only its kind has run lately, and to the kind's
+offset when it has not run at all."""
+SHARE_RATE = 0.02
+"""How fast the record of which kinds run fades: about fifty steps."""
+MAX_SURPRISE = math.log(2)
+"""A step that took more than twice as long as expected, or less than half, counts as twice or half: one
+pause must not look like a trend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A decode step, as far as its cost is concerned.
+
+    Attributes:
+        num_seqs: sequences.
+        num_drafts: drafts verified for each of them.
+        propose: whether the next block is drafted.
+    """
+
+    num_seqs: int
+    num_drafts: int
+    propose: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A round that was timed.
+
+    Attributes:
+        round: what ran.
+        context: tokens each sequence had in the cache.
+        seconds: how long it took.
+    """
+
+    round: Round
+    context: int
+    seconds: float
+
+
+class RoundCosts:
+    """Seconds of a round, for any number of sequences.
+
+    Args:
+        measured: rounds timed at one context length, and any of them again at a longer one. At each number of
+            sequences plain rounds (no drafts, no proposal) and proposing rounds with none and with
+            ``num_drafts`` drafts are needed; counts in between are taken if they are there.
+        num_drafts: most drafts per sequence.
+        tiers: where rounds exist in fixed sizes only: draft counts by size, ascending; a round takes the
+            smallest size and count that hold it. None where a round is of exactly the size needed.
+    """
+
+    def __init__(
+        self,
+        measured: Iterable[Measured],
+        num_drafts: int,
+        tiers: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.num_drafts = num_drafts
+        self._tiers = None if tiers is None else {size: tuple(tiers[size]) for size in sorted(tiers)}
+        self._tier_sizes = () if self._tiers is None else tuple(self._tiers)
+        self._counts = tuple(num_drafts >> shift for shift in reversed(range(num_drafts.bit_length())))
+        items = list(measured)
+        self._context = min(item.context for item in items)
+        base = {item.round: item.seconds for item in items if item.context == self._context}
+        self._sizes = sorted({round_.num_seqs for round_ in base})
+        self._plain = np.array([base[Round(size, 0, False)] for size in self._sizes])
+        self._drafting = np.array([self._by_count(base, size) for size in self._sizes])  # [sizes, g + 1]
+        self._slopes = self._context_slopes(items, base)
+        self._base: dict[Round, float] = {}
+        self._level = 0.0
+        self._offsets: dict[Round, float] = {}
+        self._shares: dict[Round, float] = {}
+
+    def _by_count(self, base: Mapping[Round, float], size: int) -> NDArray[np.float64]:
+        """Seconds of proposing rounds with 0..g drafts."""
+        counts = sorted(r.num_drafts for r in base if r.num_seqs == size and r.propose)
+        if counts[:1] != [0] or counts[-1] != self.num_drafts:
+            raise ValueError(f"rounds of {size} sequences were timed with {counts} drafts only")
+        times = [base[Round(size, count, True)] for count in counts]
+        # A count that came out faster than a smaller one was a disturbance: more rows never cost less.
+        return np.interp(np.arange(self.num_drafts + 1), counts, np.maximum.accumulate(times))
+
+    def _context_slopes(self, items: Sequence[Measured], base: Mapping[Round, float]) -> tuple[float, float]:
+        """Seconds per sequence and token of context: of a plain row, and with all drafts."""
+        slopes = [0.0, 0.0]
+        for item in items:
+            if item.context > self._context and item.round in base:
+                tokens = (item.context - self._context) * item.round.num_seqs
+                slopes[item.round.num_drafts > 0] = max(0.0, (item.seconds - base[item.round]) / tokens)
+        return slopes[0], max(slopes)
+
+    def counts(self, num_seqs: int) -> Sequence[int]:
+        """Draft counts worth a choice for so many sequences, ascending; 0 is left out.
+
+        Where any count could run these are all drafts and halves of it, rounded down: finer steps gain little
+        and each has to be tried now and then.
+        """
+        if self._tiers is None:
+            return self._counts
+        return self._tiers[self._tier(num_seqs)]
+
+    def seconds(self, round_: Round, context: float) -> float:
+        """What a round takes.
+
+        Args:
+            round_: at least one sequence.
+            context: mean tokens of context per sequence.
+        """
+        shape = self._shape(round_)
+        correction = self._level + self._offsets.get(self._group(shape), 0.0)
+        return self._uncorrected(shape, context) * math.exp(correction)
+
+    def observe(self, round_: Round, context: float, seconds: float) -> None:
+        """Learn from a round that took ``seconds``."""
+        shape = self._shape(round_)
+        kind = self._group(shape)
+        expected = self._uncorrected(shape, context)
+        offset = self._offsets.get(kind, 0.0)
+        surprise = math.log(max(seconds, 1e-9) / expected) - self._level - offset
+        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        share = self._shares.get(kind, 0.0) if self._shares else 1.0
+        self._level += LEVEL_RATE * share * surprise
+        self._offsets[kind] = offset + OFFSET_RATE * (1.0 - share) * surprise
+        for other in self._shares:
+            self._shares[other] *= 1.0 - SHARE_RATE
+        self._shares[kind] = self._shares.get(kind, 0.0) + SHARE_RATE if self._shares else 1.0
+
+    # ---- inside ----
+
+    def _tier(self, num_seqs: int) -> int:
+        index = bisect_left(self._tier_sizes, num_seqs)
+        return self._tier_sizes[min(index, len(self._tier_sizes) - 1)]
+
+    def _shape(self, round_: Round) -> Round:
+        """What really runs."""
+        if self._tiers is None:
+            return round_
+        size, drafts = self._tier(round_.num_seqs), round_.num_drafts
+        if drafts == 0:
+            return Round(size, 0, round_.propose)
+        # Rounds that verify always draft as well: who does not propose is left out of it, but not its time.
+        return Round(size, next(count for count in self._tiers[size] if count >= drafts), True)
+
+    def kind(self, round_: Round) -> Round:
+        """What rounds of the same kind have in common: their size is the same tier, or nearest to the same
+        measured size.
+        """
+        return self._group(self._shape(round_))
+
+    def _group(self, shape: Round) -> Round:
+        if self._tiers is not None:
+            return shape
+        nearest = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))
+        return replace(shape, num_seqs=nearest)
+
+    def _uncorrected(self, shape: Round, context: float) -> float:
+        base = self._base.get(shape)
+        if base is None:
+            base = self._base[shape] = self._interpolate(shape)
+        plain, full = self._slopes
+        slope = plain + (full - plain) * shape.num_drafts / self.num_drafts
+        return base + slope * shape.num_seqs * max(0.0, context - self._context)
+
+    def _interpolate(self, shape: Round) -> float:
+        if not shape.propose and shape.num_drafts == 0:
+            return self._over_sizes(self._plain, shape.num_seqs)
+        drafting = self._over_sizes(self._drafting[:, shape.num_drafts], shape.num_seqs)
+        if shape.propose:
+            return drafting
+        start = self._over_sizes(self._drafting[:, 0], shape.num_seqs)
+        plain = self._over_sizes(self._plain, shape.num_seqs)
+        return max(plain, drafting - max(0.0, start - plain))
+
+    def _over_sizes(self, values: NDArray[np.float64], num_seqs: int) -> float:
+        """Straight lines between measured sizes; beyond the last, on along the last line."""
+        last = self._sizes[-1]
+        if num_seqs <= last or len(self._sizes) == 1:
+            inside = float(np.interp(num_seqs, self._sizes, values))
+            return inside if num_seqs <= last else inside * num_seqs / last
+        slope = (values[-1] - values[-2]) / (last - self._sizes[-2])
+        return float(values[-1] + max(0.0, slope) * (num_seqs - last))

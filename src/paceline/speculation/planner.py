@@ -1,0 +1,276 @@
+"""The verify planner: how many drafts a round verifies, and whether the next block is drafted at all. Pure
+logic.
+
+A round of N sequences with up to K drafts each is expected to commit E(K) = Σᵢ (1 + Σⱼ≤K aᵢⱼ) tokens, where
+aᵢⱼ is the chance that draft j of sequence i and all before it stand (``survival.py``), and takes t(N, K)
+seconds (``costs.py``). Drafting pays at the depth K whose rate E(K) / t(N, K) is the highest, and not at all
+when no rate beats the plain round's N / t(N): a drafter then costs nothing but the room it takes.
+
+Drafts already in place are sunk cost. So a round runs the depth that gains most over the best rate r that can
+be had in the long run: the largest E(K) - r · t(N, K), as in renewal-reward theory.
+
+What does not run cannot be learnt from: drafts that would stand by now, rounds that take longer or shorter
+than was measured. So now and then the depth that has not run for longest does, plain decoding included, at a
+price: the tokens its extra seconds are worth. It is paid from ``EXPLORE_SHARE`` of all tokens expected, and
+what the round commits beyond its plan is paid back. If drafts have become good, exploring is free and goes on
+at once.
+
+With a step in flight all numbers are those of earlier rounds; lengths and acceptance stay on the device, so
+that nothing waits for the choice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.speculation.costs import Round, RoundCosts
+from paceline.speculation.survival import Survival
+
+EXPLORE_SHARE = 0.005
+"""Most tokens given up to find out what else would be faster now, as a share of all."""
+HYSTERESIS = 0.005
+"""Another depth must be so much faster than the present one to be chosen."""
+UNIT = 1 << 30
+"""Chances are summed as integers of this unit: a sum must not depend on the order of a batch."""
+
+Reason = Literal["all", "drafts pay", "plain is faster", "exploring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences a round decodes, aligned.
+
+    Attributes:
+        slots: who they are.
+        available: drafts in place for each.
+        can_draft: whether its draft state is there.
+        context: mean tokens of context.
+        row_limit: drafts the step has rows for, over all sequences.
+    """
+
+    slots: Sequence[int]
+    available: Sequence[int]
+    can_draft: Sequence[bool]
+    context: float
+    row_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step does about drafts.
+
+    Attributes:
+        depth: most drafts verified per sequence.
+        drafts: drafts verified by slot, where rows are too few for ``depth`` of each; else None.
+        propose: whether the next block is drafted.
+        reason: why.
+        expected: tokens the round should commit.
+        baseline: of these, those an exploring round was not paid to find out about.
+        context: mean tokens of context of the sequences.
+    """
+
+    depth: int
+    drafts: Mapping[int, int] | None
+    propose: bool
+    reason: Reason
+    expected: float = 0.0
+    baseline: float = 0.0
+    context: float = 0.0
+
+    def limit(self, slot: int) -> int:
+        """Most drafts ``slot`` may verify."""
+        return self.depth if self.drafts is None else self.drafts.get(slot, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    depth: int
+    propose: bool
+    baseline: float
+
+
+EVERYTHING = Decision(sys.maxsize, None, True, "all")
+"""Without a planner: all drafts are verified, and the next block is always drafted."""
+
+
+def allot(chances: NDArray[np.int64], slots: Sequence[int], limits: Sequence[int], rows: int) -> list[int]:
+    """Give ``rows`` to the drafts most likely to stand.
+
+    Args:
+        chances: [N, g], falling along each row.
+        slots: who the rows of ``chances`` are; the smaller slot wins a tie.
+        limits: most drafts of each.
+        rows: to give.
+
+    Returns:
+        Drafts of each.
+    """
+    wanted = sorted(
+        (-int(chances[i, j]), j, slot, i)
+        for i, (slot, limit) in enumerate(zip(slots, limits, strict=True))
+        for j in range(limit)
+    )
+    given = [0] * len(slots)
+    for *_, i in wanted[:rows]:
+        given[i] += 1
+    return given
+
+
+def expected_tokens(chances: NDArray[np.int64], limits: Sequence[int]) -> list[float]:
+    """Tokens committed with at most 0, 1, ... g drafts per sequence.
+
+    Args:
+        chances: [N, g] that a draft and all before it stand, in ``UNIT``.
+        limits: most drafts of each sequence.
+    """
+    position = np.arange(chances.shape[1])
+    counted = np.where(position < np.asarray(limits)[:, None], chances, 0)
+    totals = np.cumsum(counted.sum(0))
+    return [float(len(limits)), *(len(limits) + totals / UNIT).tolist()]
+
+
+class Planner:
+    """Chooses the depth of every round.
+
+    Args:
+        costs: seconds of rounds.
+        survival: chances of drafts.
+
+    Attributes:
+        rounds: rounds planned, by depth and reason.
+        expected_tokens: tokens they should have committed; ``realised_tokens`` those they did.
+        last: the last decision.
+    """
+
+    def __init__(self, costs: RoundCosts, survival: Survival) -> None:
+        self.costs = costs
+        self.survival = survival
+        self.rounds: Counter[tuple[int, Reason]] = Counter()
+        self.expected_tokens = 0.0
+        self.realised_tokens = 0
+        self.last: Decision | None = None
+        self._depth = costs.num_drafts  # where the last round would have liked to be
+        self._bank = 0.0  # tokens to spend on exploring
+        self._drafted_for = 0  # depth to explore now that drafts are in place
+        self._last_run: dict[Round, int] = {}
+        self._round = 0
+
+    def decide(self, batch: Batch) -> Decision:
+        """Plan a round. The choice depends on the set of sequences, never on their order."""
+        if not batch.slots:  # only prefill: who gets to its first token drafts if the others did
+            return Decision(0, None, self._depth > 0, "drafts pay" if self._depth else "plain is faster")
+        num_seqs = len(batch.slots)
+        chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
+        now = expected_tokens(chances, batch.available)
+
+        def seconds(depth: int, propose: bool) -> float:
+            return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
+
+        choices = (0, *self.costs.counts(num_seqs))
+        rate = self._settle(chances, batch.can_draft, choices, seconds)
+        propose = self._depth > 0
+        depth = max(choices, key=lambda k: now[k] - rate * seconds(k, propose))
+        trial = self._trial(batch, choices, depth, now, rate, seconds)
+        reason: Reason = "exploring" if trial else "drafts pay" if propose else "plain is faster"
+        chosen = trial or _Trial(depth, propose, now[depth])
+        self._last_run[self.costs.kind(Round(num_seqs, chosen.depth, chosen.propose))] = self._round
+        self._round += 1
+        self.rounds[chosen.depth, reason] += 1
+        self.last = Decision(
+            chosen.depth,
+            self._allot(chances, batch, chosen.depth),
+            chosen.propose,
+            reason,
+            expected=now[chosen.depth],
+            baseline=chosen.baseline,
+            context=batch.context,
+        )
+        return self.last
+
+    def _trial(
+        self,
+        batch: Batch,
+        choices: Sequence[int],
+        depth: int,
+        now: Sequence[float],
+        rate: float,
+        seconds: Callable[[int, bool], float],
+    ) -> _Trial | None:
+        """What to run instead of ``depth`` to learn from it; None to learn nothing this time."""
+        num_seqs, propose, in_place = len(batch.slots), self._depth > 0, any(batch.available)
+        self._bank += EXPLORE_SHARE * now[depth]
+        began, self._drafted_for = self._drafted_for, 0
+        if began and in_place:
+            return _Trial(began if began in choices else choices[-1], propose, float(num_seqs))
+        if in_place != propose or not any(batch.can_draft):
+            return None
+        # Of those that have not run for equally long the deepest: it tells of all positions.
+        other = min(
+            (k for k in reversed(choices) if k != self._depth),
+            key=lambda k: self._last_run.get(self.costs.kind(Round(num_seqs, k, k > 0)), -1),
+        )
+        if not propose:
+            price = rate * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
+            trial = _Trial(0, True, float(num_seqs))
+        elif other == 0:  # and the round after it has no drafts either
+            price = rate * (seconds(0, False) + seconds(0, True)) - 2 * num_seqs
+            trial = _Trial(0, False, float(num_seqs))
+        else:
+            sure = now[min(other, depth)]
+            price = now[depth] - sure + rate * (seconds(other, True) - seconds(depth, True))
+            trial = _Trial(other, True, sure)
+        if self._bank < price:
+            return None
+        self._bank = 0.0
+        if not propose:
+            self._drafted_for = other
+        return trial
+
+    def _settle(
+        self,
+        chances: NDArray[np.int64],
+        can_draft: Sequence[bool],
+        choices: Sequence[int],
+        seconds: Callable[[int, bool], float],
+    ) -> float:
+        """Choose the depth that pays best in the long run. Returns its rate in tokens per second."""
+        if not any(can_draft):  # what pays for others is not for these to say
+            return len(can_draft) / seconds(0, False)
+        tokens = expected_tokens(chances, [self.costs.num_drafts * can for can in can_draft])
+        rates = {depth: tokens[depth] / seconds(depth, depth > 0) for depth in choices}
+        best = max(rates, key=lambda depth: rates[depth])
+        if rates[best] > (1 + HYSTERESIS) * rates.get(self._depth, 0.0):
+            self._depth = best
+        return rates[self._depth]
+
+    @staticmethod
+    def _allot(chances: NDArray[np.int64], batch: Batch, depth: int) -> dict[int, int] | None:
+        limits = [min(depth, available) for available in batch.available]
+        if sum(limits) <= batch.row_limit:
+            return None
+        return dict(zip(batch.slots, allot(chances, batch.slots, limits, batch.row_limit), strict=True))
+
+    def committed(
+        self, decision: Decision, slots: Sequence[int], drafts: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Learn from a round's results.
+
+        Args:
+            decision: what it was planned as.
+            slots: sequences that decoded.
+            drafts: drafts verified for each.
+            accepted: how many of them stood.
+        """
+        self.survival.observe(slots, drafts, accepted)
+        tokens = sum(accepted) + len(slots)
+        self.expected_tokens += decision.expected
+        self.realised_tokens += tokens
+        if decision.reason == "exploring":
+            self._bank += tokens - decision.baseline

@@ -1,0 +1,94 @@
+"""How likely drafts are to stand, learnt from those that did and did not. Pure logic.
+
+For each position the chance that its draft stands given that all before it did is estimated from counts that
+fade, so that what is drafted now weighs more than what was drafted before: over all sequences, and for each
+sequence, drawn towards the former while there is little to go by. Position by position, because late drafts
+stand less often than their predecessors promise; but where few got so far, the position before says most.
+Nothing is assumed about the drafter; a confidence head is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+MEMORY = 512
+"""Drafts verified at a position after which older ones weigh 1/e, over all sequences: some seconds of
+traffic."""
+SLOT_MEMORY = 64
+"""The same for one sequence."""
+SHRINKAGE = 64
+"""Trials the estimate over all sequences counts for in that of one sequence."""
+NEIGHBOUR = 16
+"""Trials the position before counts for."""
+PRIOR_CHANCE = 0.95
+PRIOR_TRIALS = 4
+"""What is believed before anything was drafted: drafting is worth a try wherever it could pay at all."""
+
+
+class Survival:
+    """Chances that drafts stand.
+
+    Args:
+        num_slots: running sequences are known by their slot.
+        num_positions: drafts per round.
+    """
+
+    def __init__(self, num_slots: int, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self._trials = np.full(num_positions, float(PRIOR_TRIALS))
+        self._stood = self._trials * PRIOR_CHANCE
+        self._slot_trials = np.zeros((num_slots, num_positions))
+        self._slot_stood = np.zeros((num_slots, num_positions))
+
+    def reset(self, slot: int) -> None:
+        """Another sequence takes ``slot``: it starts with the estimate over all."""
+        self._slot_trials[slot] = 0.0
+        self._slot_stood[slot] = 0.0
+
+    def observe(self, slots: Sequence[int], drafts: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from one round: of each sequence, the drafts verified and how many of them stood."""
+        if not len(slots):
+            return
+        position = np.arange(self.num_positions)
+        stands, count = np.asarray(accepted)[:, None], np.asarray(drafts)[:, None]  # [N, 1]
+        stood = (position < stands).astype(np.float64)
+        # The first draft that falls is a trial as well; those behind it tell nothing, but time passes for
+        # them too: what is known of a position nobody reaches any more is old.
+        trials = (position <= np.minimum(stands, count - 1)).astype(np.float64)
+        verified = position < count
+        index = np.asarray(slots)
+        keep = np.where(verified, 1.0 - 1.0 / SLOT_MEMORY, 1.0)
+        self._slot_trials[index] = self._slot_trials[index] * keep + trials
+        self._slot_stood[index] = self._slot_stood[index] * keep + stood
+        # As if the sequences had come one by one, all alike.
+        num = verified.sum(0)
+        keep = (1.0 - 1.0 / MEMORY) ** num
+        weight = np.divide(MEMORY * (1.0 - keep), num, out=np.ones(self.num_positions), where=num > 0)
+        self._trials = self._trials * keep + trials.sum(0) * weight
+        self._stood = self._stood * keep + stood.sum(0) * weight
+
+    def overall(self) -> FloatArray:
+        """Chance that draft 1, 2, ... and all before it stand, over all sequences: [g]."""
+        return cast(FloatArray, np.cumprod(self._conditional()))
+
+    def of(self, slots: Sequence[int]) -> FloatArray:
+        """The same for each of some sequences: [N, g]."""
+        index = np.asarray(slots, dtype=np.int64)
+        prior = SHRINKAGE * self._conditional()
+        chance = (prior + self._slot_stood[index]) / (SHRINKAGE + self._slot_trials[index])
+        return cast(FloatArray, np.cumprod(chance, axis=1))
+
+    def _conditional(self) -> FloatArray:
+        """Chance of each draft, given those before it, over all sequences."""
+        chances = np.empty(self.num_positions)
+        before, weight = PRIOR_CHANCE, 0
+        for i in range(self.num_positions):
+            before = (self._stood[i] + weight * before) / (self._trials[i] + weight)
+            chances[i], weight = before, NEIGHBOUR
+        return chances

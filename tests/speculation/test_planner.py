@@ -1,0 +1,206 @@
+"""The verify planner's choice, its costs and its survival estimates, one rule at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.speculation.costs import Measured, Round, RoundCosts
+from paceline.speculation.planner import UNIT, Batch, Planner, allot, expected_tokens
+from paceline.speculation.survival import Survival
+from support.round_world import CONTEXT, NUM_DRAFTS, TIERS, World
+
+
+def grid(context: int = 100, factor: float = 1.0) -> list[Measured]:
+    """Rounds of 1 and 8 sequences with up to 4 drafts: a millisecond per row, 2 for drafting."""
+    return [
+        Measured(Round(size, drafts, propose), context, factor * (size * (drafts + 1) + 2 * propose) / 1e3)
+        for size in (1, 8)
+        for drafts, propose in ((0, False), (0, True), (4, True))
+    ]
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def test_costs_between_and_beyond_measured_rounds() -> None:
+    costs = RoundCosts(grid(), 4)
+    assert costs.seconds(Round(1, 0, False), 100) == pytest.approx(0.001)
+    assert costs.seconds(Round(4, 2, True), 100) == pytest.approx(0.014)
+    assert costs.seconds(Round(4, 2, False), 100) == pytest.approx(0.012)
+    assert costs.seconds(Round(16, 4, True), 100) == pytest.approx(0.082)
+    assert costs.counts(3) == (1, 2, 4)
+
+
+def test_a_tier_costs_what_its_fixed_size_costs() -> None:
+    costs = RoundCosts(grid(), 4, {1: (4,), 8: (2, 4)})
+    assert costs.seconds(Round(3, 0, False), 100) == pytest.approx(0.008)
+    assert costs.seconds(Round(3, 1, True), 100) == pytest.approx(0.026)
+    assert costs.seconds(Round(3, 1, False), 100) == pytest.approx(0.026), "it drafts, whoever asked"
+    assert list(costs.counts(3)) == [2, 4]
+
+
+def test_context_costs_per_sequence() -> None:
+    longer = [Measured(Round(8, 0, False), 1100, 0.016), Measured(Round(8, 4, True), 1100, 0.058)]
+    costs = RoundCosts(grid() + longer, 4)
+    assert costs.seconds(Round(1, 0, False), 2100) == pytest.approx(0.001 + 0.002)
+    assert costs.seconds(Round(1, 4, True), 2100) == pytest.approx(0.007 + 0.004)
+    assert costs.seconds(Round(1, 0, False), 5) == pytest.approx(0.001), "shorter is not assumed to be free"
+
+
+def test_what_always_runs_moves_all_costs_alike() -> None:
+    costs = RoundCosts(grid(), 4)
+    for _ in range(200):
+        costs.observe(Round(8, 4, True), 100, 0.063)  # half as long again
+    assert costs.seconds(Round(8, 4, True), 100) == pytest.approx(0.063, rel=0.01)
+    assert costs.seconds(Round(8, 0, False), 100) == pytest.approx(0.012, rel=0.01)
+
+
+def test_what_runs_among_others_moves_its_own_cost() -> None:
+    costs = RoundCosts(grid(), 4)
+    for i in range(600):
+        costs.observe(*((Round(8, 4, True), 100, 0.063) if i % 20 == 0 else (Round(8, 0, False), 100, 0.008)))
+    assert costs.seconds(Round(8, 4, True), 100) == pytest.approx(0.063, rel=0.05)
+    assert costs.seconds(Round(8, 0, False), 100) == pytest.approx(0.008, rel=0.05)
+
+
+def test_one_pause_is_no_trend() -> None:
+    costs = RoundCosts(grid(), 4)
+    costs.observe(Round(8, 0, False), 100, 0.008)
+    costs.observe(Round(8, 0, False), 100, 3.0)
+    assert costs.seconds(Round(8, 0, False), 100) < 0.009
+
+
+# ---------------------------------------------------------------------- survival
+
+
+def test_survival_is_learnt_by_position() -> None:
+    survival = Survival(4, 3)
+    for _ in range(400):
+        survival.observe([0, 1], [3, 3], [3, 1])
+    assert survival.overall() == pytest.approx([1.0, 0.5, 0.5], abs=0.05)
+    first, second = survival.of([0, 1])
+    assert first[1] > 0.7 > 0.3 > second[1], "each sequence has its own"
+    survival.reset(1)
+    assert survival.of([1])[0] == pytest.approx(survival.overall()), "who is new has that of all"
+
+
+def test_drafts_that_were_not_verified_say_nothing() -> None:
+    survival = Survival(1, 4)
+    before = survival.overall()
+    survival.observe([0], [0], [0])
+    survival.observe([], [], [])
+    assert survival.overall() == pytest.approx(before)
+    for _ in range(100):
+        survival.observe([0], [2], [2])
+    known = survival._trials.copy()
+    assert known[0] > 50 and known[2] < 10
+
+
+def test_many_sequences_count_as_one_after_the_other() -> None:
+    together, apart = Survival(600, 2), Survival(600, 2)
+    together.observe(list(range(600)), [2] * 600, [1] * 600)
+    for slot in range(600):
+        apart.observe([slot], [2], [1])
+    assert together.overall() == pytest.approx(apart.overall(), rel=1e-6)
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def settled(num_seqs: int, accept_length: float) -> World:
+    """A world whose planner has learnt."""
+    world = World()
+    world.run(num_seqs, accept_length, 300)
+    return world
+
+
+@given(st.permutations(range(9)), st.sampled_from([1.3, 2.0, 3.5]), st.integers(0, 40))
+def test_choice_does_not_depend_on_batch_order(order: list[int], accept_length: float, rows: int) -> None:
+    def decide(slots: list[int]) -> tuple[object, ...]:
+        world = World(noise=0.0)
+        rng = np.random.default_rng(5)
+        for _ in range(20):
+            accepted = rng.integers(0, NUM_DRAFTS + 1, 9)
+            world.planner.survival.observe(range(9), [NUM_DRAFTS] * 9, accepted.tolist())
+        batch = Batch(slots, [s % 8 for s in slots], [s != 4 for s in slots], CONTEXT, rows)
+        decision = world.planner.decide(batch)
+        drafts = [decision.limit(slot) for slot in range(9)]
+        return decision.depth, drafts, decision.propose, decision.reason, decision.expected
+
+    assert decide(order) == decide(list(range(9)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, UNIT), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.integers(0, 20),
+    st.data(),
+)
+def test_allotted_rows_are_the_likeliest(chances: list[list[int]], rows: int, data: st.DataObject) -> None:
+    falling = np.array([sorted(row, reverse=True) for row in chances], dtype=np.int64)
+    limits = data.draw(st.lists(st.integers(0, 3), min_size=len(chances), max_size=len(chances)))
+    given_ = allot(falling, range(len(limits)), limits, rows)
+    assert all(count <= limit for count, limit in zip(given_, limits, strict=True))
+    assert sum(given_) == min(rows, sum(limits))
+    taken = [falling[i, j] for i, count in enumerate(given_) for j in range(count)]
+    left = [falling[i, j] for i, count in enumerate(given_) for j in range(count, limits[i])]
+    assert not left or not taken or min(taken) >= max(left)
+
+
+def test_expected_tokens_counts_anchors_and_drafts() -> None:
+    half = np.array([[UNIT, UNIT // 2], [UNIT // 2, UNIT // 4]], dtype=np.int64)
+    assert expected_tokens(half, [2, 1]) == [2.0, 3.5, 4.0]
+    assert expected_tokens(half, [0, 0]) == [2.0, 2.0, 2.0]
+
+
+def test_who_cannot_draft_does_not_decide_for_others() -> None:
+    world = settled(1, 3.5)
+    alone = world.planner.decide(Batch([7], [0], [False], CONTEXT, 100))
+    assert (alone.depth, alone.propose) == (0, True)
+    assert world.planner.decide(Batch([0], [7], [True], CONTEXT, 100)).depth == 7
+
+
+def test_prefill_drafts_as_the_last_round_did() -> None:
+    for accept_length, drafts in ((6.0, True), (1.0, False)):
+        planner = settled(4, accept_length).planner
+        assert planner.decide(Batch([], [], [], 0.0, 100)).propose is drafts
+
+
+def test_drafts_in_place_are_used_when_no_more_are_made() -> None:
+    """Drafting does not pay for 64 sequences at this accept length; verifying drafts already made does."""
+    world = World(
+        lambda round_: 0.003 + 0.00001 * round_.num_seqs * round_.num_drafts + 0.02 * round_.propose
+    )
+    world.run(64, 2.5, 100)
+    planner = world.planner
+    planner._bank = -math.inf  # no exploring
+    decision = planner.decide(Batch(list(range(64)), [7] * 64, [True] * 64, CONTEXT, 10**6))
+    assert not decision.propose and decision.reason == "plain is faster"
+    untiered = World(world._seconds, tiers=None)
+    untiered.run(64, 2.5, 100)
+    untiered.planner._bank = -math.inf
+    decision = untiered.planner.decide(Batch(list(range(64)), [7] * 64, [True] * 64, CONTEXT, 10**6))
+    assert decision.depth == 7 and not decision.propose
+
+
+def test_expected_and_realised_tokens_agree() -> None:
+    planner = settled(32, 3.5).planner
+    assert planner.realised_tokens == pytest.approx(planner.expected_tokens, rel=0.05)
+    assert sum(planner.rounds.values()) == 300
+
+
+def test_every_depth_is_tried_now_and_then() -> None:
+    world = World()
+    world.run(32, 2.0, 3000)
+    explored = {depth for depth, reason in world.planner.rounds if reason == "exploring"}
+    assert explored == {0, *TIERS[32]} - {3}, "3 is what pays"
+
+
+def test_a_planner_without_counts_in_between() -> None:
+    costs = RoundCosts([*grid()], 4, {1: (4,), 8: (4,)})
+    planner = Planner(costs, Survival(8, 4))
+    assert planner.decide(Batch([0], [4], [True], 100, 100)).depth in (0, 4)

@@ -1,0 +1,80 @@
+"""The planner against its two alternatives, plain decoding and always drafting, in a simulated world."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.speculation.costs import Round
+from support.round_world import World, cpu_seconds, gpu_seconds
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
+TOLERANCE = 0.98
+
+
+def rounds_for(num_seqs: int) -> int:
+    """Enough for the start not to count; fewer where each tells more."""
+    return max(400, 3000 // num_seqs)
+
+
+@pytest.mark.parametrize("accept_length", ACCEPT_LENGTHS)
+@pytest.mark.parametrize("num_seqs", BATCHES)
+def test_never_slower_than_plain_or_fixed(num_seqs: int, accept_length: float) -> None:
+    """A4, at every batch size and accept length of the protocol."""
+    world = World()
+    got = world.run(num_seqs, accept_length, rounds_for(num_seqs))
+    assert got >= TOLERANCE * world.best(num_seqs, accept_length)
+
+
+@pytest.mark.parametrize("accept_length", (1.2, 3.5))
+@pytest.mark.parametrize("num_seqs", (1, 6, 32))
+def test_never_slower_where_rounds_have_any_size(num_seqs: int, accept_length: float) -> None:
+    world = World(cpu_seconds, tiers=None)
+    got = world.run(num_seqs, accept_length, rounds_for(num_seqs))
+    assert got >= TOLERANCE * world.best(num_seqs, accept_length)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "accept_length"), [(16, 2.0), (64, 3.5)], ids=["between", "compute bound"]
+)
+def test_depths_in_between_beat_both(num_seqs: int, accept_length: float) -> None:
+    world = World()
+    assert world.run(num_seqs, accept_length, 400) > 1.03 * world.best(num_seqs, accept_length)
+
+
+@pytest.mark.parametrize("num_seqs", (1, 32))
+@pytest.mark.parametrize("order", ((1.2, 6.0), (6.0, 1.2)), ids=["better", "worse"])
+def test_a_change_of_domain_is_learnt_within_a_minute(num_seqs: int, order: tuple[float, float]) -> None:
+    world = World()
+    world.run(num_seqs, order[0], rounds_for(num_seqs))
+    minute = int(60 / gpu_seconds(Round(num_seqs, 7, True)))
+    world.run(num_seqs, order[1], minute // 4)
+    got = world.run(num_seqs, order[1], 400)
+    assert got >= TOLERANCE * world.best(num_seqs, order[1])
+
+
+@pytest.mark.parametrize("num_seqs", (4, 64))
+def test_wrong_measurements_are_corrected(num_seqs: int) -> None:
+    """Drafting looks half as dear, or twice as dear, as it is."""
+    for factor in (0.5, 2.0):
+        world = World(misjudged=lambda round_, factor=factor: factor if round_.propose else 1.0)  # type: ignore[misc]
+        for accept_length in (1.2, 3.5):
+            world.run(num_seqs, accept_length, 1500)
+            got = world.run(num_seqs, accept_length, 400)
+            assert got >= TOLERANCE * world.best(num_seqs, accept_length)
+
+
+def test_a_slow_neighbour_changes_nothing() -> None:
+    """Everything takes half as long again: the choice stays what it was."""
+    world = World()
+    world.run(8, 3.5, 400)
+    got = world.run(8, 3.5, 400, slowdown=1.5)
+    assert got >= TOLERANCE * world.best(8, 3.5) / 1.5
+
+
+def test_exploring_costs_less_than_a_hundredth() -> None:
+    for num_seqs in (1, 256):
+        world = World()
+        world.run(num_seqs, 1.0, 50)
+        assert world.run(num_seqs, 1.0, 3000) >= 0.99 * world.best(num_seqs, 1.0)
+        assert any(reason == "exploring" for _, reason in world.planner.rounds)

@@ -1,0 +1,106 @@
+"""A world the planner can be tried in: rounds cost what a table says, drafts stand with a given chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from paceline.speculation.costs import Measured, Round, RoundCosts
+from paceline.speculation.planner import Batch, Planner
+from paceline.speculation.survival import Survival
+
+NUM_DRAFTS = 7
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+TIERS = {size: (7,) if size * 8 <= 64 else (1, 3, 7) for size in SIZES}
+CONTEXT = 256
+
+
+def gpu_seconds(round_: Round) -> float:
+    """Like a 4B model on an H200: reading weights sets a floor, beyond some 300 rows each costs."""
+    rows = round_.num_seqs * (round_.num_drafts + 1)
+    verify = 3.0 + 0.009 * rows if rows <= 300 else 5.7 + 0.0225 * (rows - 300)
+    return (verify + (0.6 + 0.032 * round_.num_seqs) * round_.propose) / 1e3
+
+
+def cpu_seconds(round_: Round) -> float:
+    """Like the bundled pair on two cores: rows cost from the start, and drafting costs as much."""
+    rows = round_.num_seqs * (round_.num_drafts + 1)
+    return (6.2 + 0.42 * rows + (3.0 + 1.1 * round_.num_seqs) * round_.propose) / 1e3
+
+
+def chance_for(accept_length: float) -> float:
+    """The chance p of each draft, given those before it stand, for which 1 + p + p² + ... + p⁷ is so long."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        shorter = sum(middle**j for j in range(NUM_DRAFTS + 1)) < accept_length
+        low, high = (middle, high) if shorter else (low, middle)
+    return low
+
+
+class World:
+    """Runs a planner.
+
+    Args:
+        seconds: true cost of a round.
+        tiers: draft counts by size; None for rounds of any size.
+        misjudged: what the planner's table has of a round, as a factor of the truth.
+        noise: standard deviation of a step's time, as a share of it.
+
+    Attributes:
+        planner: what is tried.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[Round], float] = gpu_seconds,
+        tiers: Mapping[int, Sequence[int]] | None = TIERS,
+        misjudged: Callable[[Round], float] = lambda round_: 1.0,
+        noise: float = 0.03,
+        seed: int = 0,
+    ) -> None:
+        self._seconds, self._tiers, self._noise = seconds, tiers, noise
+        self._rng = np.random.default_rng(seed)
+        measured: list[Measured] = []
+        for size in SIZES if tiers is not None else (1, 8, 64, 256):
+            counts = (NUM_DRAFTS,) if tiers is None else tiers[size]
+            rounds = (Round(size, 0, False), *(Round(size, count, True) for count in (0, *counts)))
+            measured += [Measured(round_, CONTEXT, seconds(round_) * misjudged(round_)) for round_ in rounds]
+        self.planner = Planner(RoundCosts(measured, NUM_DRAFTS, tiers), Survival(SIZES[-1], NUM_DRAFTS))
+        self._drafted = False
+
+    def true_seconds(self, round_: Round) -> float:
+        """What a round costs in this world, padded to its tier."""
+        if self._tiers is None:
+            return self._seconds(round_)
+        size = next(size for size in self._tiers if size >= round_.num_seqs)
+        if round_.num_drafts == 0:
+            return self._seconds(Round(size, 0, round_.propose))
+        count = next(count for count in self._tiers[size] if count >= round_.num_drafts)
+        return self._seconds(Round(size, count, True))
+
+    def best(self, num_seqs: int, accept_length: float) -> float:
+        """Tokens per second of plain decoding or of always drafting, whichever is more."""
+        plain = num_seqs / self.true_seconds(Round(num_seqs, 0, False))
+        return max(plain, num_seqs * accept_length / self.true_seconds(Round(num_seqs, NUM_DRAFTS, True)))
+
+    def run(self, num_seqs: int, accept_length: float, num_rounds: int, slowdown: float = 1.0) -> float:
+        """Expected tokens per second over ``num_rounds``, what each round committed being its mean."""
+        chance, slots = chance_for(accept_length), list(range(num_seqs))
+        means = np.cumsum([1.0, *(chance ** np.arange(1, NUM_DRAFTS + 1))])
+        seconds = tokens = 0.0
+        for _ in range(num_rounds):
+            available = [NUM_DRAFTS * self._drafted] * num_seqs
+            decision = self.planner.decide(Batch(slots, available, [True] * num_seqs, CONTEXT, 10**6))
+            depth = min(decision.depth, available[0])
+            stood = self._rng.random((num_seqs, NUM_DRAFTS))[:, :depth] < chance
+            accepted = np.cumprod(stood, axis=1).sum(1).astype(int).tolist()
+            self.planner.committed(decision, slots, [depth] * num_seqs, accepted)
+            round_ = Round(num_seqs, depth, decision.propose)
+            took = slowdown * self.true_seconds(round_)
+            self.planner.costs.observe(round_, CONTEXT, took * self._rng.normal(1.0, self._noise))
+            self._drafted = decision.propose
+            seconds += took
+            tokens += num_seqs * float(means[depth])
+        return tokens / seconds
