@@ -41,6 +41,20 @@ FIRST_SIZES = (1, 2, 4)
 """Rounds of these sizes are captured before anyone is served."""
 
 
+MEMORY_BOUND_ROWS = 64
+"""Rows up to which a round takes as long as reading the weights does: fewer drafts would save nothing."""
+
+
+def draft_counts(size: int, num_drafts: int) -> list[int]:
+    """Drafts per sequence that rounds of ``size`` sequences are captured for, ascending: all of them, and
+    where rows cost time also halves of it, rounded down, so that the planner has a choice.
+    """
+    counts = [num_drafts] if num_drafts else []
+    while counts and counts[-1] > 1 and size * (counts[-1] + 1) > MEMORY_BOUND_ROWS:
+        counts.append(counts[-1] // 2)
+    return counts[::-1]
+
+
 class CaptureStream:
     """Where rounds are captured, one after the other, and the memory their graphs share."""
 
@@ -88,6 +102,7 @@ class RoundSet:
 
     Attributes:
         captured: the same.
+        draft_counts: by size, the drafts per sequence that rounds are captured for beside none.
         missing: shapes that are still to be captured, the next one last.
     """
 
@@ -109,6 +124,7 @@ class RoundSet:
             DecodeRound, model=model, cache=cache, state=state, drafting=drafting, max_model_len=max_model_len
         )
         self._sizes = tiers(max_num_seqs)
+        self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._staging = Staging(3 * max_num_seqs, state.device)
         self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
         self._where = CaptureStream() if capture else None
@@ -116,13 +132,21 @@ class RoundSet:
 
     def _shapes(self) -> list[RoundShape]:
         """Every shape to capture, small ones first."""
-        drafts = (self._num_drafts, 0) if self._num_drafts else (0,)
         return [
-            RoundShape(size, count, self._num_drafts > 0, kind)
+            RoundShape(size, count, propose, kind)
             for size in self._sizes
-            for count in drafts
+            for count, propose in self._variants(size)
             for kind in KINDS
         ]
+
+    def _variants(self, size: int) -> list[tuple[int, bool]]:
+        """Drafts verified, and whether the next block is drafted, of the rounds of a size.
+
+        Rounds that verify draft as well, whether or not anyone wants to: verifying without drafting happens
+        once where drafting stops, and is not worth graphs of its own.
+        """
+        drafting = [(count, True) for count in reversed(self.draft_counts[size])]
+        return [*drafting, (0, True), (0, False)] if drafting else [(0, False)]
 
     def capture_largest(self) -> None:
         """Capture the round that needs most memory: all others then find room in what it leaves."""
@@ -189,4 +213,7 @@ class RoundSet:
         if not self.captured:
             return RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
         size = next(size for size in self._sizes if size >= len(spans))
-        return RoundShape(size, self._num_drafts if drafts else 0, self._num_drafts > 0, kind)
+        if drafts == 0:
+            return RoundShape(size, 0, any(span.propose for span in spans), kind)
+        count = next(count for count in self.draft_counts[size] if count >= drafts)
+        return RoundShape(size, count, True, kind)
