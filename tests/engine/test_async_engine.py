@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +16,7 @@ import pytest
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
+from paceline.engine import client
 from paceline.engine.client import AsyncEngine
 from paceline.engine.messages import SequenceOutput, StatsQuery
 from paceline.engine.outputs import RequestOutput
@@ -132,6 +134,39 @@ def test_misuse_fails_alone() -> None:
                 assert await idle(engine), case.__name__
 
     asyncio.run(run())
+
+
+def test_an_engine_that_lives_but_is_stuck_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(client, "SILENCE_S", 1.0)
+
+    async def run() -> None:
+        async with await AsyncEngine.start(CONFIG) as engine:
+            process = engine._process
+            assert process is not None
+            await asyncio.sleep(1.5)  # idle for longer: not stuck, as long as it answers
+            await engine.health()
+            process.send_signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(EngineDeadError, match="has not answered for"):
+                    while True:
+                        await engine.health()
+                        await asyncio.sleep(0.05)
+            finally:
+                process.send_signal(signal.SIGCONT)
+            while not await healthy(engine):
+                await asyncio.sleep(0.05)
+            assert await text(engine.generate("a", SHORT))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def healthy(engine: AsyncEngine) -> bool:
+    try:
+        await engine.health()
+    except EngineDeadError:
+        return False
+    return True
 
 
 def test_closing_ends_everything_that_waits() -> None:

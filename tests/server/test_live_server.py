@@ -310,6 +310,30 @@ def test_a_dead_engine_is_seen_reported_and_replaced(tmp_path: Path) -> None:
         live.stop()
 
 
+def test_a_second_signal_ends_what_is_in_flight_in_words(tmp_path: Path) -> None:
+    live = LiveServer(_folder(tmp_path))
+    (engine,) = live.children()
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 128}  # some seconds of work each
+    with ThreadPoolExecutor(1) as pool, live.http as http:
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            whole = pool.submit(http.post, "/v1/completions", json=body)
+            deadline = time.monotonic() + 60
+            while live.metric("num_requests_waiting") < 128:  # 96 before the second request has come
+                assert time.monotonic() < deadline
+            live.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            live.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert whole.result().status_code == 503 and envelope(whole.result())["code"] == "engine_dead"
+    assert live.process.wait(30) == 0
+    assert "Traceback" not in live.log.read_text(), live.log.read_text()
+    assert not Path(f"/proc/{engine}").exists()
+
+
 def test_a_port_in_use_is_one_line(tmp_path: Path, server: LiveServer) -> None:
     port = server.url.rpartition(":")[2]
     result = subprocess.run(

@@ -51,6 +51,12 @@ RESTART_LIMIT = 3
 """Restarts within ``RESTART_WINDOW_S`` after which the engine stays down."""
 RESTART_WINDOW_S = 300.0
 SHUTDOWN_GRACE_S = 5.0
+HEARTBEAT_S = 5.0
+"""How often the engine is asked for a sign of life."""
+SILENCE_S = 60.0
+"""Without one for so long it is stuck. It answers between two steps, and a step may compile a kernel."""
+NOBODY = 0
+"""Query id of a question whose answer nobody waits for; others count from 1."""
 
 
 class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +103,8 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._queries: dict[int, asyncio.Future[EngineStats]] = {}
         self._query_ids = itertools.count(1)
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard_s = 0.0  # when the process last said anything
         self._starts: list[float] = []
         self._dead: str | None = "it has not been started"
         self._closing = False
@@ -125,7 +132,10 @@ class AsyncEngine:
         except BaseException:
             await engine.close()
             raise
-        engine._reader = asyncio.create_task(engine._read(), name="paceline-engine-reader")
+        engine._tasks = [
+            asyncio.create_task(engine._read(), name="paceline-engine-reader"),
+            asyncio.create_task(engine._keep_asking(), name="paceline-engine-heartbeat"),
+        ]
         return engine
 
     # ------------------------------------------------------------------ the process
@@ -171,7 +181,16 @@ class AsyncEngine:
             code = self._process.poll()
             if code is not None and not await self._socket.poll(0):
                 raise EngineDeadError(f"the engine process ended with exit code {code}")
-        return self._decoder.decode(await self._socket.recv()).items
+        raw = await self._socket.recv()
+        self._heard_s = time.monotonic()
+        return self._decoder.decode(raw).items
+
+    async def _keep_asking(self) -> None:
+        """Give the process something to answer now and then, so that silence means something."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            with contextlib.suppress(EngineDeadError):
+                self._send(StatsQuery(query_id=NOBODY))
 
     async def _read(self) -> None:
         """Hand results to their streams for as long as the engine lives, and restart it when it dies."""
@@ -256,6 +275,9 @@ class AsyncEngine:
                 future.set_exception(error)
         self._queries.clear()
 
+    def _alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -329,15 +351,18 @@ class AsyncEngine:
     # ------------------------------------------------------------------ observation
 
     async def health(self) -> None:
-        """Return if the engine lives and reads its messages.
+        """Return if the engine lives and answers.
 
         Raises:
-            EngineDeadError: it is down (it may be restarting).
+            EngineDeadError: it is down (it may be restarting), or has not said anything for ``SILENCE_S``.
         """
         if self._dead is not None:
             raise EngineDeadError(f"The engine is down: {self._dead}.")
         if self._process is not None and self._process.poll() is not None:
             raise EngineDeadError(f"the engine process ended with exit code {self._process.returncode}")
+        silence_s = time.monotonic() - self._heard_s
+        if silence_s > SILENCE_S:
+            raise EngineDeadError(f"The engine has not answered for {silence_s:.0f} s.")
 
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters.
@@ -367,18 +392,18 @@ class AsyncEngine:
         if self._closing:
             return
         self._closing = True
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(EngineDeadError):  # still starting: nothing to wait for
-                self._send(Shutdown())
-                deadline = time.monotonic() + SHUTDOWN_GRACE_S
-                while self._process.poll() is None and time.monotonic() < deadline:
-                    await asyncio.sleep(0.02)
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+        told = False
+        with contextlib.suppress(EngineDeadError):  # it is starting or down: nothing to wait for
+            self._send(Shutdown())
+            told = True
         self._dead = "it was closed"
         self._fail_all(EngineDeadError("The engine was closed."))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        deadline = time.monotonic() + SHUTDOWN_GRACE_S
+        while told and self._alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
         self._kill()
         self._context.destroy(0)
         shutil.rmtree(self._folder, ignore_errors=True)

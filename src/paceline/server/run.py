@@ -21,7 +21,10 @@ from paceline.server.options import ServeOptions
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5
-"""Seconds that requests in flight get to finish once the server is told to stop."""
+"""Seconds that requests in flight get to finish once the server is told to stop. Then, or when it is told
+again, the engine is closed, which ends each of them with an error of its own."""
+GRACE_TO_SEND_S = 2
+"""Seconds that clients then get to read it."""
 KEEP_ALIVE_S = 75
 """Idle seconds before a connection is closed. Longer than common client pools and proxies keep theirs (60),
 so that none of them sends a request into a connection that is just being closed."""
@@ -71,15 +74,21 @@ async def _serve(
             log_level=options.uvicorn_log_level,
             access_log=options.uvicorn_log_level in ("debug", "info", "trace"),
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=GRACE_S + GRACE_TO_SEND_S,
             server_header=False,
         )
         server = _Server(config)
+        closing: list[asyncio.Task[None]] = []
+
+        def close() -> None:
+            closing.append(asyncio.create_task(client.close()))
 
         def end() -> None:
-            # the second signal does not wait for requests in flight
-            server.force_exit = server.should_exit
-            server.should_exit = True
+            if server.should_exit:
+                close()
+            else:
+                server.should_exit = True
+                loop.call_later(GRACE_S, close)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end)
@@ -87,6 +96,7 @@ async def _serve(
             return
         _announce(client, options, listener)
         await server.serve(sockets=[listener])
+        await asyncio.gather(*closing)
         logger.info("Stopped.")
 
 
