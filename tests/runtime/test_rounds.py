@@ -5,6 +5,7 @@ Rounds are what CUDA graphs are captured from; here they run on the CPU as they 
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
+from paceline.engine.messages import EngineRequest, SequenceOutput
 from paceline.engine.scheduler import DraftLimits
 from paceline.models.attention import KVCache
 from paceline.models.config import Qwen3Config
@@ -24,6 +26,7 @@ from paceline.models.loader import load_model
 from paceline.proving.drive import Round, RoundRecorder
 from paceline.proving.gates import same_rounds
 from paceline.runtime.graphs import tiers
+from paceline.runtime.plan import Span
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.capture_cache import CaptureCache
@@ -102,7 +105,7 @@ def round_core(
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of every kind a round takes, and some it leaves to the generic step."""
+    """Prompts and parameters of every kind a round takes."""
     rng = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -113,13 +116,41 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.9, "frequency_penalty": 0.5},
         {"temperature": 0.0, "logprobs": 2},
         {"temperature": 0.0, "min_tokens": 4},
+        {"temperature": 1.2, "logprobs": 20, "top_k": 100},
+        {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.0, "bad_words_ids": [[7], [5, 6], [9, 8, 7]], "logit_bias": {11: 3.0, 12: -5.0}},
+        {"temperature": 0.8, "allowed_token_ids": list(range(40, 90)), "top_p": 0.9, "logprobs": 0},
     ]
-    prompts = [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 60))] for _ in range(16)]
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 60))] for _ in range(12)]
     params = [
         SamplingParams(seed=i, max_tokens=3 + 5 * (i % 6), ignore_eos=True, **kinds[i % len(kinds)])
-        for i in range(16)
+        for i in range(12)
     ]
     return prompts, params
+
+
+@functools.cache
+def expected() -> list[list[SequenceOutput]]:
+    """What the generic step makes of the requests."""
+    generic = EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", enforce_eager=True)
+    return complete(make_core(generic), *requests())
+
+
+def assert_reported(got: list[list[SequenceOutput]]) -> None:
+    """The log-probabilities are those of the generic step."""
+    for ours, theirs in zip(got, expected(), strict=True):
+        for a, b in zip(ours[0].logprobs or [], theirs[0].logprobs or [], strict=True):
+            assert list(a) == list(b)
+            assert [item.rank for item in a.values()] == [item.rank for item in b.values()]
+            values = [item.logprob for item in b.values()]
+            assert [item.logprob for item in a.values()] == pytest.approx(values, abs=1e-4)
+
+
+def test_rounds_of_exact_sizes_change_no_token() -> None:
+    as_on_a_cpu = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu"))
+    got = complete(as_on_a_cpu, *requests())
+    assert tokens_of(got) == tokens_of(expected())
+    assert_reported(got)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -135,23 +166,30 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 )
 def test_rounds_change_no_token(drafter: str | None, capture: bool, lookahead: int) -> None:
     prompts, params = requests()
-    generic = EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", enforce_eager=True)
-    want = tokens_of(complete(make_core(generic), prompts, params))
-    as_on_a_cpu = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu"))
-    assert tokens_of(complete(as_on_a_cpu, prompts, params)) == want, "rounds of exact sizes"
+    want = tokens_of(expected())
     core = round_core(drafter, lookahead, capture=capture)
     assert isinstance(core.runner, Runner) and core.runner.rounds is not None
-    ran: list[int] = []
-    run = core.runner.rounds.run
+    ran: list[tuple[int, str]] = []
+    by_rows: list[Span] = []
+    run, run_rows = core.runner.rounds.run, core.runner._run_rows
 
-    def counted(spans: Any) -> Any:
-        ran.append(len(spans))
-        return run(spans)
+    def counted(spans: Any, kind: Any) -> Any:
+        ran.append((len(spans), kind))
+        return run(spans, kind)
+
+    def counted_rows(spans: Any, max_context: int) -> Any:
+        by_rows.extend(spans)
+        return run_rows(spans, max_context)
 
     core.runner.rounds.run = counted  # type: ignore[method-assign]
-    assert tokens_of(complete(core, prompts, params)) == want
-    assert tokens_of(complete(core, prompts, params)) == want, "again, all warm"
-    assert len(ran) > 20 and {1, 2, 3} <= set(ran), "rounds of several sizes must have run"
+    core.runner._run_rows = counted_rows  # type: ignore[method-assign]
+    for _ in range(2):  # cold and warm
+        got = complete(core, prompts, params)
+        assert tokens_of(got) == want
+        assert_reported(got)
+    assert len(ran) > 20 and {1, 2, 3} <= {size for size, _ in ran}, "rounds of several sizes must have run"
+    assert {kind for _, kind in ran} >= {"full", "short"}
+    assert not any(span.drafts for span in by_rows), "all that decodes runs in rounds"
     if drafter is not None:
         assert core.scheduler.speculation.num_accepted_tokens > 0
 
@@ -207,3 +245,38 @@ def test_rounds_at_the_end_of_the_context(capture: bool) -> None:
 
 def test_tiers_end_at_the_number_of_slots() -> None:
     assert tiers(1) == [1] and tiers(6) == [1, 2, 4, 6] and tiers(256)[-2:] == [192, 256]
+
+
+def test_rows_that_fail_beside_a_round_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round has moved its sequences on: only the rows beside it run again, one sequence at a time."""
+    core = round_core("dspark_tiny_b7", 0)
+    runner = core.runner
+    assert isinstance(runner, Runner)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9, 10], [66, 9, 10], [5, 9]]
+    want = tokens_of(complete(round_core("dspark_tiny_b7", 0), prompts, greedy))
+    run_rows = runner._run_rows
+
+    def fail(spans: Any, max_context: int) -> Any:
+        if any(int(runner.state.tokens[span.slot, 0]) == 66 for span in spans):
+            raise ValueError("planted")
+        return run_rows(spans, max_context)
+
+    monkeypatch.setattr(runner, "_run_rows", fail)
+
+    def add(name: str, prompt: list[int]) -> None:
+        core.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=greedy))
+
+    add("first", prompts[0])
+    outputs = []
+    for _ in range(2):
+        outputs += core.step()
+    for name, prompt in zip(("second", "broken", "third"), prompts[1:], strict=True):
+        add(name, prompt)
+    while core.has_work:
+        outputs += core.step()
+    core.check()
+    errors = {output.request_id: output.error for output in outputs if output.error}
+    assert list(errors) == ["broken"] and "ValueError" in str(errors["broken"])
+    for name, tokens in (("first", want[0]), ("second", want[1]), ("third", want[3])):
+        assert [t for o in outputs if o.request_id == name for t in o.token_ids] == tokens

@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.sampling import noise, triton_sampler
+from paceline.sampling.filters import kept_prefix, ordered_top
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import SampleRows
 from paceline.sampling.sampler import sample
 from paceline.sampling.seeds import mix64
-from paceline.sampling.state import SamplingState
+from paceline.sampling.state import INV_TEMPERATURE, SamplingState
+from paceline.sampling.triton_filters import keep_likely
 from paceline.sampling.triton_sampler import sample_argmax
 
 
@@ -100,3 +102,56 @@ def test_broken_logits_give_a_token_in_range(value: float) -> None:
     got, expected = both(logits, [0.0, 1.0])
     assert [got[0], *got[2:]] == [expected[0], *expected[2:]]
     assert 0 <= got[1] < 9000
+
+
+FILTERS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.0, "top_k": 3},
+    {"top_k": 1},
+    {"top_k": 7, "temperature": 0.6},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 300, "top_p": 0.3, "min_p": 0.001},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"top_p": 1e-6},
+    {"min_p": 0.02},
+    {"top_p": 0.8, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 37, 5000])
+@pytest.mark.parametrize("kind", ["random", "grid", "equal"])
+def test_filters_keep_the_same_tokens(vocab_size: int, kind: str) -> None:
+    """Ties of every size: the lowest ids stay."""
+    state = SamplingState(len(FILTERS), vocab_size, device="cpu")
+    for slot, fields in enumerate(FILTERS):
+        state.set_slot(slot, SamplingParams(**fields), 0, 1)  # type: ignore[arg-type]
+    slots = torch.arange(len(FILTERS), dtype=torch.int32).flip(0)
+    logits = torch.randn(len(slots), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    if kind == "grid":
+        logits = (logits * 2).round() / 2  # -0.0 beside 0.0, too
+    elif kind == "equal":
+        logits = torch.zeros(len(slots), vocab_size)
+        logits[:, vocab_size // 2] = 1.0
+    floats, ints = state.floats[slots], state.ints[slots]
+    values, ids = ordered_top(logits, vocab_size)
+    kept, _ = kept_prefix(values * floats[:, INV_TEMPERATURE, None].float(), floats, ints)
+    kept[floats[:, INV_TEMPERATURE] == 0] = True
+    expected = logits.masked_fill(~torch.zeros_like(kept).scatter(1, ids.long(), kept), -torch.inf)
+    keep_likely(logits, slots, state.floats, state.ints)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_filters_end_on_broken_logits(value: float) -> None:
+    state = SamplingState(1, 50, device="cpu")
+    state.set_slot(0, SamplingParams(top_k=5, top_p=0.9, min_p=0.1), 0, 1)
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    logits[1] = value
+    slots = torch.zeros(3, dtype=torch.int32)
+    keep_likely(logits, slots, state.floats, state.ints)
+    alone = expected[[0]].clone()
+    keep_likely(alone, slots[:1], state.floats, state.ints)
+    assert torch.equal(logits[:1], alone)

@@ -5,6 +5,12 @@ sequences and leaves the rest of it empty. All share one memory pool, so the rou
 captured first. The smallest follow before anyone is served, the rest while the engine has nothing else to do,
 or when a step first needs one. On a CPU there is nothing to capture, and empty places would cost: rounds are
 made as they are needed, of exactly the size they are needed in.
+
+Three kinds of sampling are captured. *Greedy* is the common one and needs no noise. *Filtered* draws at
+random under any filter; a row without filters costs it nothing, so plain draws need no kind of their own.
+*Full* does all that a request may ask for (masks, bias, penalties, log-probabilities), some sixty small
+kernels more, for at most ``MAX_FULL_SEQS`` sequences: rows beyond that take longer to compute than to launch,
+and few kinds and sizes keep captures few.
 """
 
 from __future__ import annotations
@@ -15,18 +21,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.runtime.division import MAX_FULL_SEQS
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.plan import Span
-from paceline.runtime.round import DecodeRound, RoundShape
+from paceline.runtime.round import DecodeRound, RoundOutput, RoundShape
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
-from paceline.sampling.state import FixedKind
+from paceline.sampling.state import FIXED_KINDS, FixedKind
 
-KINDS: tuple[FixedKind, ...] = ("greedy", "random", "truncated")
+CAPTURED_KINDS: tuple[FixedKind, ...] = ("greedy", "filtered", "full")
 
 
 def tiers(max_num_seqs: int) -> list[int]:
@@ -86,7 +92,7 @@ class CapturedRound:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(where.stream)
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self) -> RoundOutput:
         """Run on ``inputs``; see :class:`DecodeRound`."""
         self._graph.replay()
         return self._outputs
@@ -125,6 +131,7 @@ class RoundSet:
         )
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
+        self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
         self._staging = Staging(3 * max_num_seqs, state.device)
         self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
         self._where = CaptureStream() if capture else None
@@ -136,7 +143,8 @@ class RoundSet:
             RoundShape(size, count, propose, kind)
             for size in self._sizes
             for count, propose in self._variants(size)
-            for kind in KINDS
+            for kind in CAPTURED_KINDS
+            if kind != "full" or size in self._full_sizes
         ]
 
     def _variants(self, size: int) -> list[tuple[int, bool]]:
@@ -150,7 +158,7 @@ class RoundSet:
 
     def capture_largest(self) -> None:
         """Capture the round that needs most memory: all others then find room in what it leaves."""
-        self._round(RoundShape(self._sizes[-1], self._num_drafts, self._num_drafts > 0, KINDS[-1]))
+        self._round(RoundShape(self._sizes[-1], self._num_drafts, self._num_drafts > 0, "filtered"))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
@@ -175,23 +183,17 @@ class RoundSet:
                 self.missing.remove(shape)
         return found
 
-    def takes(self, span: Span) -> bool:
-        """Whether a round can run this span: an anchor, its drafts, and sampling the round knows."""
-        return (
-            span.sample
-            and span.rows == span.drafts + 1
-            and span.prompt_rows == 0
-            and self._state.sampling.fixed_kind(span.slot) is not None
-        )
+    def kind(self, span: Span) -> FixedKind | None:
+        """Sampling a round must be able to do to run this span; None when no round can."""
+        if not span.sample or span.rows != span.drafts + 1 or span.prompt_rows:
+            return None
+        return self._state.sampling.fixed_kind(span.slot)
 
-    def run(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Run spans that are all taken.
-
-        Returns:
-            sampled [N, K + 1] and accepted [N] on the device; rows beyond the spans' are nobody's.
-            Overwritten by the next run.
+    def run(self, spans: Sequence[Span], kind: FixedKind) -> RoundOutput:
+        """Run spans whose ``kind`` is this one or comes before it. Rows beyond the spans' are nobody's. The
+        output is overwritten by the next run.
         """
-        shape = self._shape(spans)
+        shape = self._shape(spans, kind)
         decode_round = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
@@ -205,15 +207,15 @@ class RoundSet:
         decode_round.inputs.view(-1).copy_(sent)
         return decode_round()
 
-    def _shape(self, spans: Sequence[Span]) -> RoundShape:
+    def _shape(self, spans: Sequence[Span], kind: FixedKind) -> RoundShape:
         """The round these spans need, or the smallest captured one that can run them."""
-        kinds = {self._state.sampling.fixed_kind(span.slot) for span in spans}
-        kind = next(kind for kind in reversed(KINDS) if kind in kinds)
         drafts = max(span.drafts for span in spans)
         if not self.captured:
             return RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
-        size = next(size for size in self._sizes if size >= len(spans))
+        able = next(k for k in CAPTURED_KINDS if FIXED_KINDS.index(k) >= FIXED_KINDS.index(kind))
+        sizes = self._full_sizes if able == "full" else self._sizes
+        size = next(size for size in sizes if size >= len(spans))
         if drafts == 0:
-            return RoundShape(size, 0, any(span.propose for span in spans), kind)
+            return RoundShape(size, 0, any(span.propose for span in spans), able)
         count = next(count for count in self.draft_counts[size] if count >= drafts)
-        return RoundShape(size, count, True, kind)
+        return RoundShape(size, count, True, able)

@@ -21,7 +21,8 @@ from paceline.ops import RowLayout
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.state import SlotState
-from paceline.sampling.sampler import sample_fixed
+from paceline.sampling.fixed import sample_fixed
+from paceline.sampling.sampler import LogprobTensors, SampleRows
 from paceline.sampling.state import FixedKind
 
 
@@ -40,6 +41,21 @@ class RoundShape:
     num_drafts: int
     propose: bool
     kind: FixedKind
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What a round drew.
+
+    Attributes:
+        sampled: [N, K + 1] int32, each row's draw.
+        accepted: [N] int32, how many drafts stand.
+        logprobs: of the N * (K + 1) rows, where the kind of sampling brings them.
+    """
+
+    sampled: Tensor
+    accepted: Tensor
+    logprobs: LogprobTensors | None
 
 
 class DecodeRound:
@@ -81,12 +97,8 @@ class DecodeRound:
         self._last = max_model_len - 1
         self._max_context = max_model_len + width
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Run the round on ``inputs``.
-
-        Returns:
-            sampled [N, K + 1] int32, each row's draw, and accepted [N] int32, how many drafts stand.
-        """
+    def __call__(self) -> RoundOutput:
+        """Run the round on ``inputs``."""
         slots, drafts, propose = self.inputs.unbind(0)
         layout, tokens = self._rows(slots, drafts)
         drafting = self._drafting
@@ -95,12 +107,13 @@ class DecodeRound:
         if drafting is not None and tapped is not None:
             drafting.write_context(tapped, layout)
         logits = self._model.logits(hidden).float()  # [N * (K + 1), V]
-        drawn = sample_fixed(
-            logits, slots[self._row_seq], layout.positions, self._state.sampling, self.shape.kind
+        rows = SampleRows(
+            slots[self._row_seq], layout.positions, self._state.tokens, self._state.tokens.shape[1]
         )
-        sampled = drawn.view(-1, len(self._offset))
-        fed = tokens.view_as(sampled)[:, 1:]
-        accepted = count_accepted(sampled, fed, drafts.clamp(min=0))
+        fed = tokens.view(-1, len(self._offset))
+        drawn = sample_fixed(logits, rows, fed, self._state.sampling, self.shape.kind)
+        sampled = drawn.tokens.view_as(fed)
+        accepted = count_accepted(sampled, fed[:, 1:], drafts.clamp(min=0))
         if drafting is not None:
             accepted = drafting.override(accepted, slots, self._state.num_computed[slots], drafts)
         self._advance(slots, drafts, sampled, accepted)
@@ -112,7 +125,7 @@ class DecodeRound:
                 noise=self.shape.kind != "greedy",
                 unreserved=propose == 0,
             )
-        return sampled, accepted
+        return RoundOutput(sampled, accepted, drawn.logprobs)
 
     def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
         """The rows' layout and the tokens they are fed, [N * (K + 1)]."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.runtime.acceptance import count_accepted
+from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
@@ -22,7 +25,9 @@ from paceline.runtime.staging import Staging, to_host
 from paceline.runtime.state import SlotState
 from paceline.sampling.logprobs import Logprob, position_logprobs
 from paceline.sampling.sampler import LogprobTensors, SampleRows, sample, score
-from paceline.sampling.state import SamplingState
+from paceline.sampling.state import FixedKind, SamplingState
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 128
 """Rows whose full-vocabulary logits exist at once while prompt logprobs are gathered."""
@@ -119,38 +124,62 @@ class Runner:
         has changed nothing that a second one would not redo.
 
         Raises:
-            EngineDeadError: it failed after lengths had advanced (drafting, or the second part of a step in
-                two parts), and cannot be run again.
+            EngineDeadError: it failed after lengths had advanced (drafting, or a later part of a step in
+                parts), and cannot be run again.
         """
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
             self.drafting.begin(plan.draft)
-        taken = [not by_rows and self.rounds is not None and self.rounds.takes(span) for span in plan.spans]
-        if self.rounds is None or not any(taken) or not (self.rounds.captured or all(taken)):
-            # Without a graph to gain, two passes over the weights cost more than one over mixed rows.
-            return self._run_rows(plan.spans, plan.max_context)
-        simple = [span for span, takes in zip(plan.spans, taken, strict=True) if takes]
-        others = [span for span, takes in zip(plan.spans, taken, strict=True) if not takes]
-        rest = self._run_rows(others, plan.max_context) if others else None
+        parts = [Part(list(range(len(plan.spans))), None)]
+        if self.rounds is not None and not by_rows:
+            kinds = [self.rounds.kind(span) for span in plan.spans]
+            rows = [span.rows for span in plan.spans]
+            parts = divide(rows, kinds) if self.rounds.captured else divide_exactly(kinds)
+        pending: list[PendingStep] = []
+        for part in parts:
+            pending.append(self._run_part(plan, part, is_first=not pending))
+        return pending[0] if len(pending) == 1 else _Merged(parts, pending)
+
+    def _run_part(self, plan: StepPlan, part: Part, *, is_first: bool) -> PendingStep:
+        """Run some spans of a step. Once others have run, the step as a whole cannot be run again."""
+        spans = [plan.spans[i] for i in part.spans]
         try:
-            fast = self._run_round(self.rounds, simple)
+            if part.kind is None or self.rounds is None:
+                return self._run_rows(spans, plan.max_context)
+            return self._run_round(self.rounds, spans, part.kind)
         except Exception as error:
-            if rest is None:
+            if is_first or isinstance(error, EngineDeadError):
                 raise
-            raise EngineDeadError("A decode round failed after the rest of its step had run.") from error
-        return fast if rest is None else _Merged(taken, fast, rest)
+            if part.kind is not None:
+                raise EngineDeadError("A decode round failed after others of its step had run.") from error
+            logger.exception("Rows beside a decode round failed; running their sequences one by one.")
+            return _Done([self._run_alone(span, plan.max_context) for span in spans])
+
+    def _run_alone(self, span: Span, max_context: int) -> SpanResult:
+        """One span, whose failure is its own."""
+        try:
+            (result,) = self._run_rows([span], max_context).result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("One request failed.")
+            return SpanResult([], error=f"{type(error).__name__}: the step failed for this request.")
+        return result
 
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Capture one more decode round. See :class:`paceline.runtime.plan.StepRunner`."""
         return self.rounds is not None and self.rounds.prepare()
 
-    def _run_round(self, rounds: RoundSet, spans: Sequence[Span]) -> _Pending:
+    def _run_round(self, rounds: RoundSet, spans: Sequence[Span], kind: FixedKind) -> _Pending:
         """Spans of anchors and drafts, as one fixed-shape round."""
-        sampled, accepted = rounds.run(spans)
-        count = len(spans)
-        copies = self._to_host((sampled[:count], accepted[:count]), None, [[] for _ in spans])
-        return _Pending(spans, list(range(count)), copies)
+        output = rounds.run(spans, kind)
+        count, width = len(spans), output.sampled.shape[1]
+        logprobs = None
+        if output.logprobs is not None and any(self.state.sampling.reports(span.slot) for span in spans):
+            logprobs = _reported(output.logprobs, spans, width, self.state.sampling)
+        drawn = output.sampled[:count], output.accepted[:count]
+        return _Pending(spans, list(range(count)), self._to_host(drawn, logprobs, [[] for _ in spans]))
 
     def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
         """Spans of any kind, laid out row by row."""
@@ -251,26 +280,57 @@ class Runner:
         return copies
 
 
-class _Merged:
-    """The results of a step that ran in two parts, in plan order."""
+class _Done:
+    """A step whose results are there."""
 
-    def __init__(self, taken: Sequence[bool], fast: _Pending, rest: _Pending) -> None:
-        self._taken = taken
-        self._fast, self._rest = fast, rest
+    def __init__(self, results: list[SpanResult]) -> None:
+        self._results = results
 
     def result(self) -> list[SpanResult]:
-        rest, fast = iter(self._rest.result()), iter(self._fast.result())
-        return [next(fast if takes else rest) for takes in self._taken]
+        """The results."""
+        return self._results
+
+
+class _Merged:
+    """The results of a step that ran in parts, in plan order."""
+
+    def __init__(self, parts: Sequence[Part], pending: Sequence[PendingStep]) -> None:
+        self._parts, self._pending = parts, pending
+
+    def result(self) -> list[SpanResult]:
+        found = {
+            index: result
+            for part, pending in zip(self._parts, self._pending, strict=True)
+            for index, result in zip(part.spans, pending.result(), strict=True)
+        }
+        return [found[index] for index in range(len(found))]
+
+
+def _reported(
+    item: LogprobTensors, spans: Sequence[Span], width: int, state: SamplingState
+) -> LogprobTensors:
+    """Of a round's log-probabilities, ``width`` rows to a span, those of spans that report them; other rows,
+    and those beyond a span's drafts, are nobody's: -1.
+    """
+    count = len(spans) * width
+    rows = np.full(count, -1, dtype=np.int64)
+    sampled = 0
+    for i, span in enumerate(spans):
+        if state.reports(span.slot):
+            rows[i * width : i * width + span.drafts + 1] = np.arange(sampled, sampled + span.drafts + 1)
+        sampled += span.drafts + 1
+    return LogprobTensors(rows, item.token_ids[:count], item.logprobs[:count], item.ranks[:count])
 
 
 def _logprobs_to_host(item: LogprobTensors) -> LogprobTensors:
     return LogprobTensors(item.rows, to_host(item.token_ids), to_host(item.logprobs), to_host(item.ranks))
 
 
-def _as_python(item: LogprobTensors, num_top: list[int]) -> list[dict[int, Logprob]]:
-    """One map per row; ``num_top`` alternatives were asked for in each."""
-    ids, values, ranks = item.token_ids.numpy(), item.logprobs.numpy(), item.ranks.tolist()
-    return [position_logprobs(ids[i], values[i], ranks[i], top) for i, top in enumerate(num_top)]
+def _as_python(item: LogprobTensors, index: int, num_top: int) -> dict[int, Logprob]:
+    """What the user sees of one of the rows; ``num_top`` alternatives were asked for."""
+    return position_logprobs(
+        item.token_ids[index].numpy(), item.logprobs[index].numpy(), int(item.ranks[index]), num_top
+    )
 
 
 class _Pending:
@@ -290,7 +350,7 @@ class _Pending:
             result = SpanResult([])
             if span.prompt_rows:
                 result.prompt_logprobs = [
-                    entry for part in parts for entry in _as_python(part, [span.prompt_top] * len(part.rows))
+                    _as_python(part, i, span.prompt_top) for part in parts for i in range(len(part.rows))
                 ]
             results.append(result)
         if copies.drawn is not None:
@@ -305,11 +365,11 @@ class _Pending:
         owner = [
             i for i in self._host_sampled for _ in range(self._spans[i].drafts + 1)
         ]  # span of each sampled row
-        owners = [owner[row] for row in logprobs.rows.tolist()]
-        entries = _as_python(logprobs, [self._spans[i].top for i in owners])
-        for i, entry in zip(owners, entries, strict=True):
-            found = results[i].logprobs
-            if found is None:
-                found = results[i].logprobs = []
-            if len(found) < len(results[i].tokens):  # rows of rejected drafts have logprobs nobody sees
-                found.append(entry)
+        for i, row in enumerate(logprobs.rows.tolist()):
+            if row < 0:
+                continue
+            result, span = results[owner[row]], self._spans[owner[row]]
+            if result.logprobs is None:
+                result.logprobs = []
+            if len(result.logprobs) < len(result.tokens):  # rows of rejected drafts have logprobs nobody sees
+                result.logprobs.append(_as_python(logprobs, i, span.top))

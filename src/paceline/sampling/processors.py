@@ -1,26 +1,26 @@
 """What changes logits before a token is picked, in vLLM's order: masks, logit bias, penalties.
 
-Every function works in place on the rows that need it. Nothing is remembered between steps: penalties and
-bad words are computed from the sequence's own tokens up to the row, drafts before it included, so a row has
-the same logits whether it is decoded, verified or recomputed after a preemption.
+Every function works in place on the rows it is given, from device tables alone; rows that do not use a
+parameter come out as they were. The generic step runs each on the rows that need it, a captured round runs
+all of them on all rows. Nothing is remembered between steps: penalties and bad words are computed from the
+sequence's own tokens up to the row, drafts before it included, so a row has the same logits whether it is
+decoded, verified or recomputed after a preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.sampling.lists import LONGEST_PREFIX, suffix_hashes
 from paceline.sampling.state import (
     FREQUENCY,
     MIN_LEN,
     PRESENCE,
     PROMPT_LEN,
     REPETITION,
-    IntArray,
     SamplingFeatures,
     SamplingState,
     parts,
@@ -48,103 +48,115 @@ class SampleRows:
     tokens: Tensor
     max_len: int
 
+    def pick(self, index: Tensor) -> SampleRows:
+        """Some of the rows."""
+        return SampleRows(self.slots[index], self.positions[index], self.tokens, self.max_len)
+
 
 def process(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> None:
     """Apply masks, bias and penalties to ``logits`` [Q, V] fp32 in place."""
-    if len(features.allowed):
-        _mask_allowed(logits, state, features)
-    if len(features.bad_words):
-        _suppress_bad_words(logits, rows, state, features)
-    if len(features.min_tokens):
-        _suppress_stops(logits, rows, state, features)
-    if len(features.bias):
-        _add_bias(logits, state, features)
-    if len(features.penalty):
-        for members in parts(features.penalty, logits):
-            _penalise(logits, rows, state, members)
+    for members, change in (
+        (features.allowed, mask_allowed),
+        (features.bad_words, suppress_bad_words),
+        (features.min_tokens, suppress_stops),
+        (features.bias, add_bias),
+        (features.penalty, _penalise_rows),
+    ):
+        for part in parts(members, logits):
+            index = upload(part, logits.device, torch.int64)
+            picked = logits[index]
+            change(picked, rows.pick(index), state)
+            logits.index_copy_(0, index, picked)
 
 
-def _mask_allowed(logits: Tensor, state: SamplingState, features: SamplingFeatures) -> None:
-    masks = []
-    for slot in features.slots[features.allowed]:
-        mask = state.lists(slot).allowed
-        assert mask is not None
-        masks.append(mask)
-    picked = upload(features.allowed, logits.device, torch.int64)
-    allowed = torch.stack(masks)  # [n, V]
-    logits.index_copy_(0, picked, logits[picked].masked_fill_(~allowed, -torch.inf))
+def process_spans(logits: Tensor, rows: SampleRows, fed: Tensor, state: SamplingState) -> None:
+    """``process`` of N whole spans of equal width, with nothing decided by the host.
+
+    Args:
+        logits: [N * W, V] fp32, changed in place.
+        rows: N * W rows; the W rows of a span are consecutive positions of one slot.
+        fed: [N, W] int32, the rows' own tokens.
+        state: parameters of the rows' slots.
+    """
+    mask_allowed(logits, rows, state)
+    suppress_bad_words(logits, rows, state)
+    suppress_stops(logits, rows, state)
+    add_bias(logits, rows, state)
+    # The rows of a span share all tokens up to the first of them: those are counted once.
+    N, W = fed.shape
+    anchors = SampleRows(rows.slots[::W], rows.positions[::W], rows.tokens, rows.max_len)
+    before = torch.ones(W, W, device=logits.device).tril_()
+    before[:, 0] = 0.0  # the first row's token is counted
+    index = fed.long()[:, None].expand(-1, W, -1)  # [N, W rows, W tokens]
+    weights = before.expand(N, -1, -1)
+    seen, in_output = (
+        counts[:, None].repeat(1, W, 1).scatter_add_(2, index, weights).view_as(logits)
+        for counts in _count(anchors, state, logits.shape[1])
+    )
+    _penalise(logits, rows, state, seen, in_output)
 
 
-def _flat(rows: IntArray, ids: Sequence[IntArray], vocab_size: int) -> tuple[IntArray, IntArray]:
-    """Rows' id lists as indices into the flattened logits, and the row of each."""
-    row = np.repeat(rows, [len(i) for i in ids])
-    return row * vocab_size + np.concatenate(ids), row
+def mask_allowed(logits: Tensor, rows: SampleRows, state: SamplingState) -> None:
+    """Leave the ids a slot allows."""
+    logits.masked_fill_(~state.lists.allowed[rows.slots], -torch.inf)
 
 
-def _suppress(logits: Tensor, flat: Tensor, active: Tensor) -> None:
-    # A minimum, not an assignment: an id may come twice, once active and once not.
+def suppress_bad_words(logits: Tensor, rows: SampleRows, state: SamplingState) -> None:
+    """Suppress the last token of every bad word whose other tokens the output ends with."""
+    lists, slots = state.lists, rows.slots
+    distance = torch.arange(LONGEST_PREFIX, device=logits.device)
+    positions = (rows.positions[:, None] - distance).clamp(min=0)  # [n, w], the row's own token first
+    hashes = suffix_hashes(rows.tokens[slots[:, None], positions].long())  # [n, w + 1]
+    prefix = lists.word_prefix[slots]  # [n, W]
+    found = hashes.gather(1, prefix.clamp(min=0)) == lists.word_hash[slots]
+    # As in vLLM, a word cannot begin in the prompt.
+    num_output = rows.positions[:, None] + 1 - state.ints[slots, PROMPT_LEN, None]
+    active = found & (prefix >= 0) & (prefix <= num_output.clamp(min=0))
+    # A minimum, not an assignment: words may share their last token, and only one of them be about to end.
     values = torch.where(active, SUPPRESSED, torch.inf)
-    logits.view(-1).scatter_reduce_(0, flat, values, "amin")
+    logits.scatter_reduce_(1, lists.word_last[slots], values, "amin")
 
 
-def _suppress_stops(
-    logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures
-) -> None:
-    ids = [state.lists(slot).stop_ids for slot in features.slots[features.min_tokens]]
-    flat, row = _flat(features.min_tokens, ids, logits.shape[1])
-    row_index = upload(row, logits.device, torch.int64)
-    min_len = state.ints[rows.slots[row_index], MIN_LEN]
-    active = rows.positions[row_index] + 1 < min_len
-    _suppress(logits, upload(flat, logits.device, torch.int64), active)
+def suppress_stops(logits: Tensor, rows: SampleRows, state: SamplingState) -> None:
+    """Suppress stop tokens and EOS before a sequence has its ``min_tokens``."""
+    lists, slots = state.lists, rows.slots
+    ids = lists.stop_ids[slots]  # [n, E]
+    early = rows.positions[:, None] + 1 < state.ints[slots, MIN_LEN, None]
+    active = early & (torch.arange(ids.shape[1], device=logits.device) < lists.num_stops[slots])
+    values = logits.gather(1, ids)
+    logits.scatter_(1, ids, torch.where(active, values.clamp(max=SUPPRESSED), values))
 
 
-def _suppress_bad_words(
-    logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures
-) -> None:
-    lists = [state.lists(slot) for slot in features.slots[features.bad_words]]
-    flat, row = _flat(features.bad_words, [each.bad_last for each in lists], logits.shape[1])
-    prefixes = [prefix for each in lists for prefix in each.bad_prefixes]
-    width = max(len(prefix) for prefix in prefixes)
-    padded = np.full((len(prefixes), width), -1, dtype=np.int64)  # -1: matches anything
-    for i, prefix in enumerate(prefixes):
-        padded[i, width - len(prefix) :] = prefix
-
-    row_index = upload(row, logits.device, torch.int64)
-    expected = upload(padded, logits.device, torch.int64)  # [N, width]
-    slots = rows.slots[row_index]
-    offsets = torch.arange(1 - width, 1, device=logits.device)
-    positions = rows.positions[row_index, None] + offsets  # [N, width], the last ones up to the row
-    found = rows.tokens[slots[:, None], positions.clamp(min=0)]
-    output = positions >= state.ints[slots, PROMPT_LEN, None]  # as in vLLM, a word cannot begin in the prompt
-    active = ((expected < 0) | ((found == expected) & output)).all(dim=-1)
-    _suppress(logits, upload(flat, logits.device, torch.int64), active)
+def add_bias(logits: Tensor, rows: SampleRows, state: SamplingState) -> None:
+    """Add the logit bias."""
+    ids = state.lists.bias_ids[rows.slots]
+    logits.scatter_(1, ids, logits.gather(1, ids) + state.lists.bias[rows.slots])
 
 
-def _add_bias(logits: Tensor, state: SamplingState, features: SamplingFeatures) -> None:
-    lists = [state.lists(slot) for slot in features.slots[features.bias]]
-    flat, _ = _flat(features.bias, [each.bias_ids for each in lists], logits.shape[1])
-    values = upload(np.concatenate([each.bias_values for each in lists]), logits.device, torch.float32)
-    logits.view(-1).index_add_(0, upload(flat, logits.device, torch.int64), values)  # each index once
+def _penalise_rows(logits: Tensor, rows: SampleRows, state: SamplingState) -> None:
+    _penalise(logits, rows, state, *_count(rows, state, logits.shape[1]))
 
 
-def _penalise(logits: Tensor, rows: SampleRows, state: SamplingState, members: IntArray) -> None:
-    V = logits.shape[1]
-    picked = upload(members, logits.device, torch.int64)
-    slots, positions = rows.slots[picked], rows.positions[picked]
-    floats, prompt_len = state.floats[slots].float(), state.ints[slots, PROMPT_LEN]
-    length = min(rows.max_len, rows.tokens.shape[1])
-    index = torch.arange(length, device=logits.device)
-    valid = index <= positions[:, None]  # [n, length]
+def _count(rows: SampleRows, state: SamplingState, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """How often each token stands up to the row, in all and in the output: [n, V] fp32 each."""
+    prompt_len = state.ints[rows.slots, PROMPT_LEN]
+    index = torch.arange(min(rows.max_len, rows.tokens.shape[1]), device=rows.tokens.device)
+    valid = index <= rows.positions[:, None]  # [n, length]
     output = valid & (index >= prompt_len[:, None])
-    # Anything may stand after the row: such entries point at token 0 with weight 0.
-    tokens = torch.where(valid, rows.tokens[:, :length][slots], 0).to(torch.int64)
-    counts = torch.zeros(len(members), V, device=logits.device)
-    in_output = counts.scatter_add(1, tokens, output.float())
-    seen = counts.scatter_add_(1, tokens, valid.float())
+    # Anything may stand after the row: such entries have weight 0, and all kinds of ids, because additions to
+    # one address wait for each other.
+    tokens = torch.where(valid, rows.tokens[:, : len(index)][rows.slots], index % vocab_size).to(torch.int64)
+    counts = torch.zeros(len(valid), vocab_size, device=rows.tokens.device)
+    return counts.scatter_add(1, tokens, valid.float()), counts.scatter_add(1, tokens, output.float())
 
-    x = logits[picked]
+
+def _penalise(
+    logits: Tensor, rows: SampleRows, state: SamplingState, seen: Tensor, in_output: Tensor
+) -> None:
+    """Apply the penalties, given how often each token [n, V] stands before the row."""
+    floats = state.floats[rows.slots].float()
     repetition = floats[:, REPETITION, None]
-    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    x -= floats[:, FREQUENCY, None] * in_output
-    x -= floats[:, PRESENCE, None] * (in_output > 0)
-    logits.index_copy_(0, picked, x)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen > 0, repeated, logits))
+    logits.sub_(floats[:, FREQUENCY, None] * in_output)
+    logits.sub_(floats[:, PRESENCE, None] * (in_output > 0))

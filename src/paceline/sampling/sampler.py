@@ -7,6 +7,7 @@ method a row takes is decided by its own parameters. Nothing is read back from a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,8 @@ from paceline.sampling.filters import kept_prefix, mask_min_p, min_p_mass, order
 from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.processors import SampleRows, process
 from paceline.sampling.state import (
-    FIXED_K,
     INV_TEMPERATURE,
-    NO_LIMIT,
     SEED_KEY,
-    TOP_K,
-    FixedKind,
     IntArray,
     SamplingFeatures,
     SamplingState,
@@ -30,7 +27,7 @@ from paceline.sampling.state import (
     upload,
 )
 
-__all__ = ["LogprobTensors", "SampleOutput", "SampleRows", "sample", "sample_fixed", "score"]
+__all__ = ["LogprobTensors", "SampleOutput", "SampleRows", "draw_ordered", "draw_plain", "sample", "score"]
 
 FIRST_LOOK = 256
 """On the CPU, a row with top_p alone first tries so many of its largest tokens and is sorted if need be."""
@@ -93,39 +90,6 @@ def sample(
     return SampleOutput(tokens, score(chosen_from, chosen, features.num_top, rows=features.logprobs))
 
 
-def sample_fixed(
-    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, kind: FixedKind
-) -> Tensor:
-    """``sample`` with nothing decided by the host, so that it can be captured in a graph.
-
-    Args:
-        logits: [Q, V] fp32, contiguous.
-        slots, positions: [Q] int32, as in ``SampleRows``.
-        state: parameters of the rows' slots, whose ``fixed_kind`` must be ``kind`` or come before it.
-        kind: what the rows may need.
-
-    Returns:
-        [Q] int32, the tokens ``sample`` would pick.
-    """
-    if kind == "greedy":
-        return logits.argmax(-1).to(torch.int32)
-    floats, ints = state.floats[slots], state.ints[slots]
-    group = _Group(None, logits, floats, ints, row_keys(ints[:, SEED_KEY], positions + 1))
-    random = group.inv_temperature > 0
-    if logits.is_cuda:
-        from paceline.sampling.triton_sampler import sample_argmax
-
-        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        sample_argmax(logits, slots, positions, state.floats, state.ints, out=tokens)
-    else:
-        noisy = gumbel(group.keys, state.token_ids).add_(logits * group.inv_temperature)
-        tokens = torch.where(random, noisy, logits).argmax(-1).to(torch.int32)
-    if kind == "random":
-        return tokens
-    cut = _draw_ordered(group, min(FIXED_K, logits.shape[1])).to(torch.int32)
-    return torch.where(random[:, 0] & (ints[:, TOP_K] < NO_LIMIT), cut, tokens)
-
-
 def score(logits: Tensor, token_ids: Tensor, num_top: int, *, rows: IntArray | None = None) -> LogprobTensors:
     """Log-probabilities of given tokens and of the most likely ones: of prompts as of sampled tokens.
 
@@ -160,102 +124,79 @@ def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Ten
     return ids.to(torch.int32), logprobs, ahead.sum(-1, dtype=torch.int32) + 1
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The rows of a step that are picked by one method, and their parameters."""
-
-    index: Tensor | None  # None: all rows
-    logits: Tensor  # [n, V]
-    floats: Tensor  # [n, NUM_FLOATS]
-    ints: Tensor  # [n, NUM_INTS]
-    keys: Tensor  # [n, 2] int32
-
-    @property
-    def inv_temperature(self) -> Tensor:
-        return self.floats[:, INV_TEMPERATURE, None].float()  # [n, 1]
-
-    def put(self, tokens: Tensor, values: Tensor) -> None:
-        if self.index is None:
-            tokens.copy_(values)
-        else:
-            tokens.index_copy_(0, self.index, values.to(tokens.dtype))
-
-
-def _group(members: IntArray, logits: Tensor, rows: SampleRows, state: SamplingState) -> _Group:
-    index, slots, positions = None, rows.slots, rows.positions
-    if len(members) < logits.shape[0]:
-        index = upload(members, logits.device, torch.int64)
-        logits, slots, positions = logits[index], slots[index], positions[index]
-    ints = state.ints[slots]
-    return _Group(index, logits, state.floats[slots], ints, row_keys(ints[:, SEED_KEY], positions + 1))
-
-
 def _pick_cpu(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> Tensor:
     if len(features.greedy) == features.num_rows:
         return logits.argmax(-1).to(torch.int32)
     tokens = torch.empty(features.num_rows, dtype=torch.int32)
-    if len(features.greedy):
-        index = upload(features.greedy, logits.device, torch.int64)
-        tokens.index_copy_(0, index, logits[index].argmax(-1).to(torch.int32))
-    for members in parts(features.plain, logits):
-        group = _group(members, logits, rows, state)
-        masked = mask_min_p(group.logits, group.floats) if features.plain_min_p else group.logits
-        scores = gumbel(group.keys, state.token_ids).add_(masked * group.inv_temperature)
-        group.put(tokens, scores.argmax(-1))
-    for members in parts(features.short, logits):
-        group = _group(members, logits, rows, state)
-        group.put(tokens, _draw_ordered(group, features.short_k))
-    for members in parts(features.nucleus, logits):
-        group = _group(members, logits, rows, state)
-        group.put(tokens, _draw_nucleus(group))
-    for members in parts(features.large, logits):
-        group = _group(members, logits, rows, state)
-        group.put(tokens, _draw_ordered(group, logits.shape[1]))
+
+    def put(members: IntArray, draw: Callable[[Tensor, SampleRows], Tensor]) -> None:
+        for part in parts(members, logits):
+            if len(part) == len(logits):
+                tokens.copy_(draw(logits, rows))
+            else:
+                index = upload(part, logits.device, torch.int64)
+                tokens.index_copy_(0, index, draw(logits[index], rows.pick(index)))
+
+    def plain(x: Tensor, picked: SampleRows) -> Tensor:
+        if features.plain_min_p:
+            x = mask_min_p(x, state.floats[picked.slots])
+        return draw_plain(x, picked, state)
+
+    put(features.greedy, lambda x, _: x.argmax(-1).to(torch.int32))
+    put(features.plain, plain)
+    put(features.short, lambda x, picked: draw_ordered(x, picked, state, features.short_k))
+    put(features.nucleus, lambda x, picked: _draw_nucleus(x, picked, state))
+    put(features.large, lambda x, picked: draw_ordered(x, picked, state, logits.shape[1]))
     return tokens
 
 
 def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    from paceline.sampling.triton_sampler import sample_argmax  # Triton is not there on a CPU-only install
+    from paceline.sampling.triton_filters import keep_likely  # Triton is not there on a CPU-only install
+    from paceline.sampling.triton_sampler import sample_argmax
 
+    if features.plain_min_p or len(features.short) or len(features.nucleus) or len(features.large):
+        keep_likely(logits, rows.slots, state.floats, state.ints)
     tokens = torch.empty(features.num_rows, dtype=torch.int32, device=logits.device)
-    if len(features.greedy) or len(features.plain):
-        masked = mask_min_p(logits, state.floats[rows.slots]) if features.plain_min_p else logits
-        # One kernel over all rows; what it picks for truncated rows is replaced below.
-        sample_argmax(masked, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
-    for kind, k in (
-        (features.short, features.short_k),
-        (features.nucleus, logits.shape[1]),
-        (features.large, logits.shape[1]),
-    ):
-        for members in parts(kind, logits):
-            group = _group(members, logits, rows, state)
-            group.put(tokens, _draw_ordered(group, k))
+    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
     return tokens
 
 
-def _draw_ordered(group: _Group, k: int) -> Tensor:
-    """Tokens [n] drawn from the k largest logits of each row."""
-    values, ids = ordered_top(group.logits, k)
-    scaled = values * group.inv_temperature
-    kept, _ = kept_prefix(scaled, group.floats, group.ints)
-    return _draw(group, scaled, ids, kept)
+def draw_plain(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
+    """Tokens [n] int32 drawn from all of each row's logits [n, V]."""
+    scores = gumbel(_keys(rows, state), state.token_ids)
+    inv_temperature = state.floats[rows.slots, INV_TEMPERATURE, None].float()
+    return scores.add_(logits * inv_temperature).argmax(-1).to(torch.int32)
 
 
-def _draw_nucleus(group: _Group) -> Tensor:
-    """Tokens [n] of rows with top_p but no top_k. CPU only: asks how many rows need a second look."""
-    if group.logits.shape[1] <= FIRST_LOOK:
-        return _draw_ordered(group, group.logits.shape[1])
-    values, ids = ordered_top(group.logits, FIRST_LOOK)
-    scaled = values * group.inv_temperature
-    kept, complete = kept_prefix(scaled, group.floats, group.ints, min_p_mass(group.logits, group.floats))
-    tokens = _draw(group, scaled, ids, kept)
+def draw_ordered(logits: Tensor, rows: SampleRows, state: SamplingState, k: int) -> Tensor:
+    """Tokens [n] int32 drawn from what the filters keep of the k largest of each row's logits [n, V]."""
+    values, ids = ordered_top(logits, k)
+    floats, ints = state.floats[rows.slots], state.ints[rows.slots]
+    scaled = values * floats[:, INV_TEMPERATURE, None].float()
+    kept, _ = kept_prefix(scaled, floats, ints)
+    return _draw(_keys(rows, state), scaled, ids, kept)
+
+
+def _draw_nucleus(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
+    """Tokens [n] int32 of rows with top_p but no top_k. CPU only: asks how many rows need a second look."""
+    if logits.shape[1] <= FIRST_LOOK:
+        return draw_ordered(logits, rows, state, logits.shape[1])
+    values, ids = ordered_top(logits, FIRST_LOOK)
+    floats, ints = state.floats[rows.slots], state.ints[rows.slots]
+    scaled = values * floats[:, INV_TEMPERATURE, None].float()
+    kept, complete = kept_prefix(scaled, floats, ints, min_p_mass(logits, floats))
+    tokens = _draw(_keys(rows, state), scaled, ids, kept)
     rest = torch.nonzero(~complete).flatten()
     if len(rest):
-        again = _Group(rest, group.logits[rest], group.floats[rest], group.ints[rest], group.keys[rest])
-        again.put(tokens, _draw_ordered(again, group.logits.shape[1]))
+        tokens[rest] = draw_ordered(logits[rest], rows.pick(rest), state, logits.shape[1])
     return tokens
 
 
-def _draw(group: _Group, scaled: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
-    scores = gumbel(group.keys, ids).add_(scaled).masked_fill_(~kept, -torch.inf)
+def _keys(rows: SampleRows, state: SamplingState) -> Tensor:
+    """Keys of the noise, [n, 2] int32."""
+    return row_keys(state.ints[rows.slots, SEED_KEY], rows.positions + 1)
+
+
+def _draw(keys: Tensor, scaled: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+    scores = gumbel(keys, ids).add_(scaled).masked_fill_(~kept, -torch.inf)
     return ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)

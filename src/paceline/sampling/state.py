@@ -1,9 +1,9 @@
 """Sampling parameters of the running sequences, indexed by slot, and what a step's rows need of them.
 
-Dense parameters live on the device in two tables, so a step reads its rows' values with two gathers. Lists
-(logit bias, stop ids, bad words, allowed ids) are rare and of any size: they stay with the host, which puts
-the ones a step needs into small index tensors. The host also keeps a word of flags per slot, so a feature
-no row uses costs nothing and nothing is ever read back from the device.
+Parameters live on the device in tables, so a step reads its rows' values with a few gathers: numbers in two
+dense ones, lists (logit bias, stop ids, bad words, allowed ids) in those of ``lists.py``. The host also keeps
+a word of flags per slot, so a feature no row uses costs nothing and nothing is ever read back from the
+device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.sampling.lists import ListTables
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.seeds import mix64
 
@@ -33,6 +34,7 @@ BIAS = 64
 ALLOWED = 128
 BAD_WORDS = 256
 MIN_TOKENS = 512
+LISTS = BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS
 
 SHORT_K = 1024
 """A top_k up to here is served from the row's ``top_k`` largest tokens; above, the row is sorted."""
@@ -60,18 +62,6 @@ class SlotSampling:
     params: SamplingParams
     seed: int
     prompt_len: int
-
-
-@dataclass(frozen=True)
-class SlotLists:
-    """The lists of one slot, on the host; ``allowed``, which may span the vocabulary, as a device mask."""
-
-    allowed: Tensor | None  # [V] bool
-    bias_ids: IntArray
-    bias_values: np.ndarray[Any, np.dtype[np.float32]]
-    stop_ids: IntArray  # masked until min_tokens: EOS and stop_token_ids
-    bad_prefixes: list[list[int]]  # what must stand before ...
-    bad_last: IntArray  # ... each of these for the word to be completed
 
 
 @dataclass(frozen=True)
@@ -113,11 +103,15 @@ class SamplingFeatures:
         return len(self.slots)
 
 
-FixedKind = Literal["greedy", "random", "truncated"]
+FixedKind = Literal["greedy", "random", "short", "filtered", "full"]
 """What sampling without the host's help must be able to do: no draws at random; draws from all tokens; draws
-from a few (a top_k up to ``FIXED_K``, top_p, min_p). Each can do what those before it can."""
+from at most ``FIXED_K`` tokens in order (top_k, with top_p and min_p); any filter; every parameter, with up
+to ``FIXED_TOP`` log-probabilities. Each can do what those before it can."""
+
+FIXED_KINDS: tuple[FixedKind, ...] = ("greedy", "random", "short", "filtered", "full")
 
 FIXED_K = 64
+FIXED_TOP = 20
 
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -156,6 +150,7 @@ class SamplingState:
         floats: [num_slots, NUM_FLOATS] float64 on the device; inverse temperature 0 stands for greedy.
         ints: [num_slots, NUM_INTS] int64 on the device.
         token_ids: [V] int32 on the device: 0, 1, 2, …
+        lists: the lists of all slots.
     """
 
     def __init__(
@@ -171,22 +166,23 @@ class SamplingState:
         self.floats = torch.zeros(num_slots, NUM_FLOATS, dtype=torch.float64, device=self.device)
         self.ints = torch.zeros(num_slots, NUM_INTS, dtype=torch.int64, device=self.device)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
-        self._eos_token_ids = list(eos_token_ids)
+        self.lists = ListTables(num_slots, vocab_size, eos_token_ids, self.device)
         self._flags = np.zeros(num_slots, dtype=np.int64)
         self._top_k = np.full(num_slots, NO_LIMIT, dtype=np.int64)
         self._num_top = np.full(num_slots, -1, dtype=np.int64)
-        self._lists: list[SlotLists | None] = [None] * num_slots
 
     def set_slots(self, entries: Sequence[SlotSampling]) -> None:
         """Store the parameters of sequences that (re)enter; one upload per table, no wait for the device."""
         if not entries:
             return
         for e in entries:
-            self._flags[e.slot] = _flags(e.params, self.vocab_size)
+            flags, before = _flags(e.params, self.vocab_size), int(self._flags[e.slot])
+            if (flags | before) & LISTS:
+                self.lists.set(e.slot, e.params)
+            self._flags[e.slot] = flags
             self._top_k[e.slot] = _top_k(e.params, self.vocab_size)
             asked = e.params.logprobs
             self._num_top[e.slot] = -1 if asked is None else self.vocab_size if asked == -1 else asked
-            self._lists[e.slot] = self._make_lists(e.params)
         slots = upload([e.slot for e in entries], self.device, torch.int64)
         floats = upload([_float_row(e.params) for e in entries], self.device, torch.float64)
         ints = upload([_int_row(e, self.vocab_size) for e in entries], self.device, torch.int64)
@@ -197,22 +193,24 @@ class SamplingState:
         """``set_slots`` for one sequence."""
         self.set_slots([SlotSampling(slot, params, seed, prompt_len)])
 
-    def lists(self, slot: int) -> SlotLists:
-        """The lists of a slot one of whose list flags is set."""
-        lists = self._lists[slot]
-        assert lists is not None, f"slot {slot} has no lists"
-        return lists
-
     def fixed_kind(self, slot: int) -> FixedKind | None:
-        """What ``sample_fixed`` must be able to do for a slot; None when it cannot serve it."""
+        """What ``sample_fixed`` must be able to do for a slot; None when it cannot report so many
+        log-probabilities.
+        """
         flags = int(self._flags[slot])
-        if self._num_top[slot] >= 0 or flags & ~(RANDOM | SHORT | MIN_P):
+        if self._num_top[slot] > FIXED_TOP:
             return None
-        if flags & SHORT:
-            return "truncated" if self._top_k[slot] <= FIXED_K else None
-        if flags & MIN_P:
-            return None
+        if self._num_top[slot] >= 0 or flags & (LISTS | PENALTY):
+            return "full"
+        if flags & SHORT and self._top_k[slot] <= FIXED_K:
+            return "short"
+        if flags & (TRUNCATED | MIN_P):
+            return "filtered"
         return "random" if flags & RANDOM else "greedy"
+
+    def reports(self, slot: int) -> bool:
+        """Whether a slot's rows report log-probabilities."""
+        return bool(self._num_top[slot] >= 0)
 
     def any_random(self, slots: Sequence[int]) -> bool:
         """Whether any of these slots draws at random rather than greedily."""
@@ -246,23 +244,6 @@ class SamplingState:
             min_tokens=having(MIN_TOKENS, MIN_TOKENS),
             logprobs=np.flatnonzero(num_top >= 0) if most >= 0 else NO_ROWS,
             num_top=max(most, 0),
-        )
-
-    def _make_lists(self, p: SamplingParams) -> SlotLists | None:
-        if not _flags(p, self.vocab_size) & (BIAS | ALLOWED | BAD_WORDS | MIN_TOKENS):
-            return None
-        allowed = None
-        if p.allowed_token_ids is not None:
-            allowed = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-            allowed.index_fill_(0, upload(p.allowed_token_ids, self.device, torch.int64), True)
-        bias = p.logit_bias or {}
-        return SlotLists(
-            allowed=allowed,
-            bias_ids=np.array(list(bias), dtype=np.int64),
-            bias_values=np.array(list(bias.values()), dtype=np.float32),
-            stop_ids=np.unique(np.array([*self._eos_token_ids, *p.stop_ids], dtype=np.int64)),
-            bad_prefixes=[word[:-1] for word in p.bad_words_ids],
-            bad_last=np.array([word[-1] for word in p.bad_words_ids], dtype=np.int64),
         )
 
 
