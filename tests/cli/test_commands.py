@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from paceline.cli import main, options
 from paceline.config import BUNDLED_DRAFTERS, EngineConfig
 from paceline.errors import ConfigError
+from paceline.server.options import ServeOptions
 
 
 def test_every_command_is_there_and_explains_itself() -> None:
@@ -89,3 +91,13 @@ def test_sampling_flags_that_are_left_out_leave_the_defaults() -> None:
 def test_sizes_that_would_crash_libraries_are_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be at most"):
         EngineConfig.of(**{name: value})
+
+
+def test_keys_of_serve_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr("paceline.server.run.serve_forever", lambda engine, frontend, own: seen.append(own))
+    monkeypatch.setenv("PACELINE_API_KEY", "c")
+    (tmp_path / "keys").write_text("b\n")
+    flags = ["serve", "--api-key", "a", "--api-key-file", str(tmp_path / "keys")]
+    assert CliRunner().invoke(main.app, flags).exit_code == 0
+    assert seen[0].api_keys == ("a", "b", "c")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
-from paceline.server.options import ServeOptions
+from paceline.server.options import ServeOptions, read_keys
 from support.server_cases import MAX_MODEL_LEN, Api, ScriptedEngine, envelope, events_in
 
 CHAT = "/v1/chat/completions"
@@ -290,6 +290,34 @@ def test_options_are_checked() -> None:
         ServeOptions(served_model_names=("",))
     with pytest.raises(ConfigError, match="must be positive"):
         ServeOptions(max_body_bytes=0)
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-two\n\n  sk-three \n")
+    monkeypatch.delenv("PACELINE_API_KEY", raising=False)
+    assert read_keys((), None) == ()
+    assert read_keys(["sk-one"], str(file)) == ("sk-one", "sk-two", "sk-three")
+    monkeypatch.setenv("PACELINE_API_KEY", "sk-four")
+    assert read_keys(["sk-one"], None) == ("sk-one", "sk-four")
+    monkeypatch.setenv("PACELINE_API_KEY", "")  # as a script leaves it whose secret is missing
+    with pytest.raises(ConfigError, match="API key is empty"):
+        ServeOptions(api_keys=read_keys((), None))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), (b" \n\n", "holds no key"), (b"\xff", "UTF-8|utf-8")]
+)
+def test_a_file_without_keys_does_not_open_the_server(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_keys((), str(file))
 
 
 def test_without_a_chat_template(tmp_path: Path) -> None:

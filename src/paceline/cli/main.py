@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli import bench
+from paceline.cli.inflate import inflate
 from paceline.cli.options import engine_options, sampling_options
 from paceline.cli.prove import prove
 from paceline.cli.train import train_drafter
@@ -111,6 +112,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Require one of these keys as a bearer token; may be given several times."),
     ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="Text file with more keys, one on each line.")
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Template to use instead of the checkpoint's.")
     ] = None,
@@ -126,7 +130,7 @@ def serve(
 
     from paceline.engine.client import FrontendOptions
     from paceline.errors import ConfigError
-    from paceline.server.options import ServeOptions
+    from paceline.server.options import ServeOptions, read_keys
     from paceline.server.run import serve_forever
 
     if model is not None:
@@ -144,7 +148,7 @@ def serve(
             host=host,
             port=port,
             served_model_names=tuple(served_model_name or ()),
-            api_keys=tuple(api_key or ()),
+            api_keys=read_keys(api_key or (), api_key_file),
             uvicorn_log_level=uvicorn_log_level,
             log_level=log_level,
         ),
@@ -154,6 +158,7 @@ def serve(
 app.add_typer(bench.app, name="bench")
 app.command()(train_drafter)
 app.command()(prove)
+app.command()(inflate)
 
 
 def main() -> None:

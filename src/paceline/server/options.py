@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 
 from paceline.errors import ConfigError
 
 UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+
+
+def read_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """API keys from everywhere they may be named: flags, a file, and the environment.
+
+    Args:
+        given: keys named by flags.
+        file: a text file with a key on each line.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no key.
+    """
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--api-key-file {file}: {reason}. Name a readable text file.") from error
+        found = [line for line in lines if line]
+        if not found:
+            raise ConfigError(f"--api-key-file {file} holds no key. Write one on each line.")
+        keys += found
+    if KEY_VARIABLE in os.environ:
+        keys.append(os.environ[KEY_VARIABLE])
+    return tuple(keys)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +61,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
-            raise ConfigError("An API key is empty: give a non-empty key, or none to serve without keys.")
+            raise ConfigError(
+                f"An API key is empty: give a non-empty key, or none (and no {KEY_VARIABLE}) to serve "
+                "without keys."
+            )
         if not all(self.served_model_names):
             raise ConfigError("A served model name is empty: give another, or none to use the model's.")
         if self.uvicorn_log_level not in UVICORN_LEVELS:
