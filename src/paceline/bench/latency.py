@@ -45,8 +45,6 @@ class LatencyResult:
         limit_share: floor_ms / round_ms.
         host_ms: scheduler and cache per round, hidden or not.
         accept_length: committed tokens per verify span; None without a drafter.
-        scaled_tokens_per_s: tokens_per_s times the synthetic accept length over the one that came of a run's
-            few draws; None unless acceptance is synthetic.
     """
 
     batch_size: int
@@ -57,7 +55,6 @@ class LatencyResult:
     limit_share: float | None
     host_ms: float
     accept_length: float | None
-    scaled_tokens_per_s: float | None
 
 
 COLUMNS = (
@@ -69,7 +66,6 @@ COLUMNS = (
     Column("limit_share", "of the\nlimit", ".0%"),
     Column("host_ms", "host\nms", ".3f"),
     Column("accept_length", "accept\nlength", ".2f"),
-    Column("scaled_tokens_per_s", "tok/s\nscaled", ",.0f"),
 )
 
 
@@ -122,18 +118,17 @@ def measure_latency(driver: Driver, shape: Shape, repeats: int, bytes_per_s: flo
     """
     driver.check_fits(shape.batch_size, shape.input_len + shape.output_len)
     rates, rounds, hosts, accepts = [], [], [], []
-    for repeat in range(repeats):
+    for repeat in range(repeats + 1):
         prompts = random_prompts(shape.batch_size, shape.input_len, driver.info.vocab_size, seed=repeat)
         driver.forget()
         driver.run(prompts, 1)
         run = driver.run(prompts, shape.output_len)
+        if repeat == 0:
+            continue  # what is compiled or captured when first needed is no part of it
         rates.append(run.num_tokens / run.seconds)
         hosts.append(run.host_s / len(run.steps))
         rounds += run.full_rounds_s()
         accepts += [] if run.accept_length is None else [run.accept_length]
-    speculation = driver.engine.speculation
-    asked = None if speculation is None else speculation.synthetic_accept_length
-    scaled = [rate * asked / got for rate, got in zip(rates, accepts, strict=True)] if asked else []
     floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
     context = shape.batch_size * (shape.input_len + shape.output_len / 2)
     floor_s = floor.round_bytes(context) / bytes_per_s
@@ -147,7 +142,6 @@ def measure_latency(driver: Driver, shape: Shape, repeats: int, bytes_per_s: flo
         limit_share=None if round_s is None else floor_s / round_s,
         host_ms=1e3 * statistics.median(hosts),
         accept_length=statistics.mean(accepts) if accepts else None,
-        scaled_tokens_per_s=statistics.median(scaled) if scaled else None,
     )
 
 

@@ -55,13 +55,15 @@ class PrefixCases:
 def shared_prefix(driver: Driver, cases: PrefixCases, repeats: int) -> dict[str, Any]:
     """Requests that share a prefix, all sent at once to a cold cache; medians."""
     seconds, first, cached, accepts = [], [], [], []
-    for repeat in range(repeats):
+    for repeat in range(repeats + 1):
         driver.forget()
         (prefix,) = random_prompts(1, cases.shared_len, driver.info.vocab_size, seed=2 * repeat)
         tails = random_prompts(
             cases.shared_requests, cases.tail_len, driver.info.vocab_size, seed=2 * repeat + 1
         )
         run = driver.run([prefix + tail for tail in tails], cases.output_len)
+        if repeat == 0:
+            continue  # what is compiled or captured when first needed is no part of it
         seconds.append(run.seconds)
         first.append(statistics.median(run.first_token_s))
         cached.append(statistics.median_low(state.num_cached_tokens for state in run.states))
@@ -82,7 +84,7 @@ def warm_prefix(driver: Driver, cases: PrefixCases, repeats: int) -> dict[str, A
     (prefix,) = random_prompts(1, cases.warm_len, driver.info.vocab_size, seed=1000)
     driver.run([prefix], 1)
     tails = random_prompts(repeats + 1, cases.tail_len, driver.info.vocab_size, seed=1001)
-    runs = [driver.run([prefix + tail], cases.output_len) for tail in tails][1:]  # the first one warms up
+    runs = [driver.run([prefix + tail], cases.output_len) for tail in tails][1:]
     accepts = [run.accept_length for run in runs if run.accept_length is not None]
     return {
         "case": "warm prefix",
@@ -97,7 +99,7 @@ def warm_prefix(driver: Driver, cases: PrefixCases, repeats: int) -> dict[str, A
 def conversation(driver: Driver, cases: PrefixCases, repeats: int) -> list[dict[str, Any]]:
     """A conversation: each turn's prompt is everything said so far and something new; medians per turn."""
     turns: list[list[tuple[int, int, float, float]]] = [[] for _ in range(cases.turns)]
-    for repeat in range(repeats):
+    for repeat in range(repeats + 1):
         driver.forget()
         history: list[int] = []
         said = random_prompts(cases.turns, cases.tail_len, driver.info.vocab_size, seed=2000 + repeat)
@@ -113,8 +115,8 @@ def conversation(driver: Driver, cases: PrefixCases, repeats: int) -> list[dict[
             "case": f"conversation, turn {turn + 1}",
             "prompt_len": runs[0][0],
             "cached_len": runs[0][1],
-            "first_token_ms": 1e3 * statistics.median(run[2] for run in runs),
-            "seconds": statistics.median(run[3] for run in runs),
+            "first_token_ms": 1e3 * statistics.median(run[2] for run in runs[1:]),
+            "seconds": statistics.median(run[3] for run in runs[1:]),
             "accept_length": None,
         }
         for turn, runs in enumerate(turns)
