@@ -23,10 +23,12 @@ from paceline.models.attention import KVCache
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
-from paceline.proving.drive import Round, RoundRecorder
+from paceline.proving.drive import Round, RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime.graphs import tiers
+from paceline.runtime import graphs
+from paceline.runtime.graphs import RoundSet, tiers
 from paceline.runtime.plan import Span
+from paceline.runtime.round import DecodeRound, RoundShape
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.capture_cache import CaptureCache
@@ -280,3 +282,35 @@ def test_rows_that_fail_beside_a_round_fail_alone(monkeypatch: pytest.MonkeyPatc
     assert list(errors) == ["broken"] and "ValueError" in str(errors["broken"])
     for name, tokens in (("first", want[0]), ("second", want[1]), ("third", want[3])):
         assert [t for o in outputs if o.request_id == name for t in o.token_ids] == tokens
+
+
+def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[RoundShape] = []
+
+    def capture(decode_round: DecodeRound, where: object) -> DecodeRound:
+        seen.append(decode_round.shape)
+        return decode_round
+
+    monkeypatch.setattr(graphs, "CapturedRound", capture)
+    monkeypatch.setattr(graphs, "CaptureStream", object)
+    core = round_core("dspark_tiny_b7", 0)
+    runner = runner_of(core)
+    assert runner.rounds is not None
+    rounds = runner.rounds = RoundSet(**runner.rounds._make.keywords, max_num_seqs=6, capture=True)
+    everything = rounds._shapes()
+    rounds.capture_largest()
+    assert all(shape.num_seqs == 6 and shape.num_drafts == 7 for shape in seen) and seen
+    rounds.capture_first()
+    first = [shape.num_seqs for shape in seen if shape.num_seqs < 6]
+    assert first == sorted(first) and set(first) == {1, 2, 4}
+    assert rounds.missing and {shape.num_seqs for shape in rounds.missing} == {6}
+    before = len(seen)
+    prompts = [[5 + i, 6, 7] for i in range(6)]
+    complete(core, prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    needed = seen[before:]
+    assert needed and all(shape.num_seqs == 6 and shape.kind == "greedy" for shape in needed)
+    while runner.prepare():
+        pass
+    assert sorted(map(repr, seen)) == sorted(map(repr, everything)), "each shape once"

@@ -1,7 +1,7 @@
 """Decode rounds as CUDA graphs: one replay instead of a few hundred launches.
 
 On a GPU a round is captured for a few sizes (*tiers*) of each kind; a step takes the smallest that holds its
-sequences and leaves the rest of it empty. All share one memory pool, so the round that needs most of it is
+sequences and leaves the rest of it empty. All share one memory pool, so the rounds that need most of it are
 captured first. The smallest follow before anyone is served, the rest while the engine has nothing else to do,
 or when a step first needs one. On a CPU there is nothing to capture, and empty places would cost: rounds are
 made as they are needed, of exactly the size they are needed in.
@@ -157,8 +157,10 @@ class RoundSet:
         return [*drafting, (0, True), (0, False)] if drafting else [(0, False)]
 
     def capture_largest(self) -> None:
-        """Capture the round that needs most memory: all others then find room in what it leaves."""
-        self._round(RoundShape(self._sizes[-1], self._num_drafts, self._num_drafts > 0, "filtered"))
+        """Capture the rounds that need most memory: all others then find room in what they leave."""
+        drafts, propose = self._num_drafts, self._num_drafts > 0
+        self._round(RoundShape(self._sizes[-1], drafts, propose, "filtered"))
+        self._round(RoundShape(self._full_sizes[-1], drafts, propose, "full"))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
