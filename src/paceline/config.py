@@ -65,6 +65,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     ``SpeculativeConfig()`` switches it off."""
     enforce_eager: bool = False
     """Lay out every step row by row; no decode rounds, and so no CUDA graphs on a GPU."""
+    deterministic: bool = False
+    """Logits are the same bit for bit whatever runs beside a sequence and however it is cut into steps; by
+    default they are so up to rounding. Slower."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per position; -1 is no limit."""
     seed: int = 0

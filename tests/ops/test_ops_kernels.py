@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.ops import LowRank, RowNoise, draft_argmax, reference
 from paceline.ops.choices import MatmulConfig
+from paceline.ops.linear import fixed_config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -273,6 +274,50 @@ def test_attention_follows_the_device_when_rows_shrink(kernels: Any, config: int
     expected = scene.expected()
     scene.q = torch.cat((scene.q, torch.full_like(scene.q[:4], torch.nan)))
     close(attend(kernels, scene, config=configs()[config])[:rows], expected)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_deterministic_attention_is_the_same_in_a_chunk_and_row_by_row(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """Bit for bit, with chunks of keys in one program and in many, beside other sequences."""
+    from paceline.ops.triton import attention
+
+    monkeypatch.setattr(attention, "CHUNK_KEYS", 64)
+    total, dtype = 150, DTYPES[-1]
+
+    def attend_rows(first: int, rows: int, programs: int) -> Tensor:
+        monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs)
+        scene = make_scene([(0, total), (37, 9)], dtype=dtype, device=DEVICE)
+        layout = scene.layout
+        layout.num_computed = layout.num_computed.clone()
+        layout.num_computed[layout.slots[0].long()] = first
+        layout.row_start = torch.tensor([0, rows, rows + 9], dtype=torch.int32, device=DEVICE)
+        layout.host_rows = (rows, 9)
+        scene.q = torch.cat((scene.q[first : first + rows], scene.q[total:]))
+        out: Tensor = kernels.paged_attention(
+            scene.q, scene.k_cache, scene.v_cache, layout, scene.scale, window, deterministic=True
+        )
+        return out[:rows]
+
+    whole = attend_rows(0, total, programs=0)
+    close(whole, make_scene([(0, total), (37, 9)], dtype=dtype, device=DEVICE).expected(window)[:total])
+    for first, rows, programs in [(64, 1, 1024), (123, 8, 1024), (149, 1, 0), (60, 40, 0)]:
+        assert torch.equal(attend_rows(first, rows, programs), whole[first : first + rows])
+
+
+@pytest.mark.parametrize("shape", [(200, 512), (64, 1024)])
+def test_deterministic_products_are_the_same_for_few_rows_and_many(
+    kernels: Any, shape: tuple[int, int]
+) -> None:
+    width, depth = shape
+    x, weight = random(130, depth, dtype=DTYPES[-1]), random(width, depth, dtype=DTYPES[-1])
+    many = kernels.matmul(x, weight, config=fixed_config(130, width, depth))
+    for first, rows in [(0, 1), (5, 8), (66, 64), (1, 129)]:
+        part = x[first : first + rows]
+        config = fixed_config(rows, width, depth)
+        assert config.splits * config.chunks == (2 if depth == 512 else 4)
+        assert torch.equal(kernels.matmul(part, weight, config=config), many[first : first + rows])
 
 
 def test_attention_refuses_what_it_has_no_kernel_for(kernels: Any) -> None:

@@ -195,3 +195,15 @@ def test_bfloat16_attention_is_rounded_once() -> None:
     out = attend(scene)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), scene.expected(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_of_a_deterministic_product_is_the_same_in_any_batch(packed: bool) -> None:
+    x, weight = torch.randn(40, 2560), torch.randn(64, 2560)
+    pack = ops.pack_linear(weight) if packed else None
+    together = ops.linear(x, weight, packed=pack, deterministic=True)
+    torch.testing.assert_close(together, x @ weight.T, atol=1e-3, rtol=1e-4)
+    for first, rows in [(0, 1), (3, 1), (5, 7), (8, 9), (1, 39)]:
+        part = ops.linear(x[first : first + rows], weight, packed=pack, deterministic=True)
+        assert torch.equal(part, together[first : first + rows])
+    assert ops.linear(x[:0], weight, packed=pack, deterministic=True).shape == (0, 64)

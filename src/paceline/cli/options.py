@@ -29,6 +29,7 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "Share of the GPU's memory to use in all.",
     "enable_prefix_caching": "Reuse the K/V of prompts with a common beginning.",
     "prefix_hash_key": "Secret of 16 to 64 bytes for block hashes, to share them between engines.",
+    "deterministic": "Bit-identical logits whatever else runs; slower.",
     "enforce_eager": "No decode rounds, so no CUDA graphs: slower, sooner ready.",
     "max_logprobs": "Most alternatives a request may ask for per position.",
     "seed": "Seed of requests that name none.",
@@ -45,6 +46,7 @@ SPECULATION_HELP: dict[str, tuple[Any, str]] = {
     "draft_state": (Literal["paged", "capture"], 'Same as "draft_state" in --speculative-config.'),
     "draft_window": (int, 'Same as "draft_window" in --speculative-config.'),
     "draft_capture_mb": (float, 'Same as "draft_capture_mb" in --speculative-config.'),
+    "verify_planner": (Literal["auto", "off"], 'Same as "verify_planner" in --speculative-config.'),
     "synthetic_accept_length": (float, 'Same as "synthetic_accept_length" in --speculative-config.'),
 }
 """Flags of speculation: the whole config, and short forms of some of its fields."""

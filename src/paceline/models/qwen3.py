@@ -41,10 +41,9 @@ class Linear(nn.Linear):
     packed: Tensor | None = None
     deterministic = False
 
-    def freeze(self, deterministic: bool) -> None:
+    def freeze(self) -> None:
         """Prepare for inference: the weights will not change any more."""
         self.packed = ops.pack_linear(self.weight.detach())
-        self.deterministic = deterministic
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, in] -> [*, out]."""
@@ -66,18 +65,23 @@ class Linear(nn.Linear):
         """Leave the memory untouched: filling 4B values that will be overwritten takes half a minute."""
 
 
-def freeze(module: nn.Module, *, deterministic: bool = False) -> None:
-    """Make a loaded module ready to serve: no gradients, evaluation mode, weights packed where that pays.
-
-    Args:
-        deterministic: a row's result depends on that row and its own keys alone, bit for bit. Slower.
-    """
+def freeze(module: nn.Module) -> None:
+    """Make a loaded module ready to serve: no gradients, evaluation mode, weights packed where that pays."""
     module.requires_grad_(False).eval()
     for part in module.modules():
         if isinstance(part, Linear):
-            part.freeze(deterministic)
+            part.freeze()
+
+
+def make_deterministic(model: Qwen3ForCausalLM) -> None:
+    """From now on a row's result depends on that row and its sequence's keys alone, bit for bit: not on the
+    other rows, nor on how the sequence was cut into steps. Slower.
+    """
+    for part in model.modules():
+        if isinstance(part, Linear):
+            part.deterministic = True
         elif isinstance(part, Attention):
-            part.spec = replace(part.spec, deterministic=deterministic)
+            part.spec = replace(part.spec, deterministic=True)
 
 
 class RMSNorm(nn.Module):

@@ -74,10 +74,18 @@ def paged_attention(
     """Attention of every row over its sequence's paged keys; see :func:`paceline.ops.paged_attention`."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     # a target and its drafter may share a layout
-    key = (window, bidirectional, q.shape[1], k_cache.shape[1:], k_cache.dtype)
+    key = (window, bidirectional, deterministic, q.shape[1], k_cache.shape[1:], k_cache.dtype)
     plan = layout.derived.get(key)
     if plan is None:
-        groups = plan_groups(layout, block_size, q.shape[1], num_kv_heads, window, bidirectional)
+        groups = plan_groups(
+            layout,
+            block_size,
+            q.shape[1],
+            num_kv_heads,
+            window,
+            bidirectional,
+            deterministic=deterministic,
+        )
         room = (max((group.keys.numel() for group in groups), default=0), head_dim)
         plan = layout.derived[key] = AttentionPlan(groups, k_cache.new_empty(room), v_cache.new_empty(room))
     out = torch.zeros_like(q)
@@ -143,17 +151,25 @@ def plan_groups(
     num_kv_heads: int,
     window: int | None,
     bidirectional: bool,
+    *,
+    deterministic: bool = False,
 ) -> list[AttentionGroup]:
-    """Split a layout into groups alike in rows, near in length, and small enough to gather at once."""
+    """Split a layout into groups alike in rows, near in length, and small enough to gather at once.
+
+    ``deterministic`` takes every row for a sequence of its own, as if it were decoded.
+    """
     slots, starts = layout.slots.tolist(), layout.row_start.tolist()
+    assert not (deterministic and bidirectional)
     spans = []
-    for slot, first, end, computed in zip(
+    for slot, start, stop, before in zip(
         slots, starts, starts[1:], layout.num_computed[layout.slots].tolist(), strict=False
     ):
-        if end > first:
+        step = 1 if deterministic else max(1, stop - start)
+        for first in range(start, stop, step):
+            computed = before + first - start
             first_block = 0 if window is None else max(0, computed - window + 1) // block_size
-            num_blocks = -(-(computed + end - first) // block_size) - first_block
-            spans.append(_Span(end - first, num_blocks, first, first_block, slot, computed))
+            num_blocks = -(-(computed + step) // block_size) - first_block
+            spans.append(_Span(step, num_blocks, first, first_block, slot, computed))
     spans.sort()
     groups: list[AttentionGroup] = []
     begin = 0

@@ -18,7 +18,7 @@ from paceline.models.config import Qwen3Config
 from paceline.models.drafter import Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
-from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.models.qwen3 import Qwen3ForCausalLM, make_deterministic
 from paceline.runtime.memory import (
     CaptureMemory,
     MemoryPlan,
@@ -96,6 +96,9 @@ def build(engine: EngineConfig) -> Built:
         load_format=engine.load_format,
         show_progress=engine.show_progress,
     )
+    if engine.deterministic:
+        make_deterministic(model)
+        logger.info("Deterministic: logits do not depend on batch, chunking, speculation or cache")
     dtype = model.embed_tokens.weight.dtype
     drafter = _load_drafter(engine, model)
     if drafter is not None and engine.speculation is not None:
