@@ -78,19 +78,13 @@ def test_its_steps_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Runner, "launch", recorded)
     warm_up(runner, LIMITS)
-    assert len(plans) == 5
     for plan in plans:
         assert plan.num_rows == 64 and plan.max_context == 512
         assert [span.drafts for span in plan.spans] == [7] * 4
         assert sum(span.prompt_rows for span in plan.spans) == 64 - 4 * 8
         assert all(span.sample and span.propose and span.top == 20 for span in plan.spans)
         assert all(init.params.logprobs == 20 for init in plan.inits)
-    ways = [plan.inits[0].params for plan in plans]
-    assert [p.greedy for p in ways] == [True] + [False] * 4
-    assert (
-        len({p.top_k for p in ways}) == 2
-    )  # a small vocabulary: all of it but one token is a short list too
-    assert any(p.top_p < 1 for p in ways) and any(p.min_p > 0 for p in ways)
+    assert [plan.inits[0].params.greedy for plan in plans] == [True, False]
 
 
 def test_drafts_give_way_to_a_row_for_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,21 +19,27 @@ from paceline.runtime.memory import StepLimits
 from paceline.runtime.plan import DraftUpdates, Restore, SlotInit, Span, StepPlan, TableUpdate
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.state import GPU_PART_BYTES, SHORT_K
 
 logger = logging.getLogger(__name__)
 
 SLACK = 1.1
 """Kept beyond the measured peak: steps of other sizes cut the same memory into other pieces."""
 
+SMALL_BYTES, NUM_SMALL = 2**19, 128
+"""torch keeps tensors below 1 MiB apart, in memory of their own: 64 MiB for those."""
+EVERYTHING: dict[str, Any] = {
+    "frequency_penalty": 0.5,
+    "logit_bias": {0: 1.0},
+    "allowed_token_ids": [0, 1],
+    "bad_words_ids": [[1]],
+    "min_tokens": 1,
+}
+"""Sampling parameters that need memory, each for itself."""
+
 
 @torch.inference_mode()
-def settle(runner: Runner, limits: StepLimits) -> int:
-    """Run what needs most memory on a GPU and keep so much of it with the allocator, in one piece.
-
-    Returns:
-        bytes kept for steps.
-    """
+def settle(runner: Runner, limits: StepLimits) -> None:
+    """Run what needs most memory on a GPU, and leave so much of it with the allocator, in one piece."""
     started = time.perf_counter()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -44,25 +49,21 @@ def settle(runner: Runner, limits: StepLimits) -> int:
     worst = int(SLACK * (torch.cuda.max_memory_allocated() - before))
     gc.collect()
     torch.cuda.empty_cache()
-    torch.empty(worst, dtype=torch.uint8, device=runner.device)  # freed, but the allocator keeps it
+    # All of it is freed at once, but the allocator keeps it.
+    sizes = [worst, *[SMALL_BYTES] * NUM_SMALL]
+    [torch.empty(size, dtype=torch.uint8, device=runner.device) for size in sizes].clear()
     logger.info("Warm-up in %.2f s; %.2f GiB for steps", time.perf_counter() - started, worst / 2**30)
-    return worst
 
 
 def warm_up(runner: Runner, limits: StepLimits) -> None:
-    """Run the largest steps of every kind. Nobody may hold a slot or a block yet."""
+    """Run the largest steps, greedy and at random. Nobody may hold a slot or a block yet."""
     block = runner.cache.k.shape[1] - 1
-    for plan in _largest_steps(runner, limits, block):
-        runner.launch(plan, by_rows=True).result()
-    runner.state.clear()
-
-
-def _largest_steps(runner: Runner, limits: StepLimits, block: int) -> Iterator[StepPlan]:
     spans = _spans(limits, runner.model.config.vocab_size)
-    draft = _restores(runner, limits.max_model_len)
-    for way in _ways(runner.model.config.vocab_size):
-        yield _step(runner, limits, spans, way, block, draft)
-        draft = DraftUpdates()
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}]
+    for way in ways:
+        params = SamplingParams(logprobs=limits.max_logprobs, **EVERYTHING, **way)
+        runner.launch(_step(runner, limits, spans, params, block), by_rows=True).result()
+    runner.state.clear()
 
 
 def _spans(limits: StepLimits, vocab_size: int) -> list[Span]:
@@ -81,67 +82,21 @@ def _spans(limits: StepLimits, vocab_size: int) -> list[Span]:
     return spans
 
 
-def _ways(vocab_size: int) -> list[dict[str, float]]:
-    """Parameters for each way to draw."""
-    return [
-        {"temperature": 0.0},
-        {"min_p": 0.1},
-        {"top_k": min(SHORT_K, vocab_size - 1)},
-        {"top_k": vocab_size - 1},
-        {"top_p": 0.9},
-    ]
-
-
-def _params(way: Mapping[str, Any], limits: StepLimits) -> SamplingParams:
-    """A way to draw, with everything beside it that needs memory."""
-    return SamplingParams(
-        logprobs=limits.max_logprobs,
-        frequency_penalty=0.5,
-        logit_bias={0: 1.0},
-        allowed_token_ids=[0, 1],
-        bad_words_ids=[[1]],
-        min_tokens=1,
-        **way,
-    )
-
-
 def _step(
-    runner: Runner,
-    limits: StepLimits,
-    spans: list[Span],
-    way: Mapping[str, Any],
-    block: int,
-    draft: DraftUpdates,
+    runner: Runner, limits: StepLimits, spans: list[Span], params: SamplingParams, block: int
 ) -> StepPlan:
-    """All spans in one step.
-
-    Sorted rows are worked on in parts, so a way to draw is given to as many sequences as fill one; the others
-    draw with min-p, whose masks are made for all rows at once.
-    """
-    part = GPU_PART_BYTES // (4 * runner.model.config.vocab_size)
-    count = 1 + part // (1 + limits.num_drafts)
-    drawn, rest = _params(way, limits), _params({"min_p": 0.1}, limits)
+    """All spans in one step, sampled alike."""
     behind = runner.state.tokens.shape[1] - limits.max_model_len  # positions drafts may take
     return StepPlan(
         step=0,
-        inits=[
-            SlotInit(
-                span.slot,
-                tokens=[0] * (span.rows - span.drafts),
-                computed=0,
-                prompt_len=1,
-                params=drawn if i < count else rest,
-                seed=0,
-            )
-            for i, span in enumerate(spans)
-        ],
+        inits=[SlotInit(span.slot, [0] * (span.rows - span.drafts), 0, 1, params, 0) for span in spans],
         table=[
             TableUpdate(span.slot, 0, [block] * -(-(span.rows + behind) // runner.block_size))
             for span in spans
         ],
         spans=spans,
         max_context=limits.max_model_len,
-        draft=draft,
+        draft=_restores(runner, limits.max_model_len),
     )
 
 
