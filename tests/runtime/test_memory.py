@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import weakref
+from typing import Any
 
+import pytest
+import torch
+
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runtime.memory import CaptureMemory, MemoryPlan, budget_left
+from paceline.models.loader import load_model
+from paceline.runtime import build
+from paceline.runtime.memory import CaptureMemory, MemoryPlan, StepLimits, budget_left, plan_memory
+from paceline.runtime.plan import PendingStep, StepPlan
+from paceline.runtime.runner import Runner
+from support.engines import GOLDEN
 
 BLOCK, DRAFT = 1000, 200
 
@@ -55,3 +65,39 @@ def test_what_is_in_use_and_what_steps_need_is_taken_off() -> None:
         "gpu_memory_utilization=0.5 of 40.0 GiB, less 10.0 GiB in use and 1.0 GiB for the largest steps and "
         "graphs"
     )
+
+
+def test_a_gpu_is_measured_with_a_runner_that_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with made-up figures of a GPU of 100 GB."""
+    engine = EngineConfig.of(model=str(GOLDEN / "qwen3_tiny"), device="cpu", gpu_memory_utilization=0.5)
+    model = load_model(engine.model_path, device="cpu", dtype="float32")
+    limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, max_logprobs=5)
+    parts = build._Parts(engine, model, None, limits, (), None, torch.device("cpu"))
+    made: list[weakref.ref[Runner]] = []
+    free = iter([80 * 10**9, 77 * 10**9])
+    emptied: list[bool] = []
+    steps: list[int] = []
+
+    def runner_of(self: build._Parts, memory: MemoryPlan) -> Runner:
+        assert memory.num_blocks == 1
+        runner = make(self, memory)
+        made.append(weakref.ref(runner))
+        return runner
+
+    def launch(self: Runner, plan: StepPlan, **options: Any) -> PendingStep:
+        steps.append(plan.num_rows)
+        return launch_really(self, plan, **options)
+
+    make, launch_really = build._Parts.runner, Runner.launch
+    monkeypatch.setattr(build._Parts, "runner", runner_of)
+    monkeypatch.setattr(Runner, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 15_000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(not made or made[0]() is None))
+    memory = plan_memory(engine, model.config, None, limits, torch.float32)
+    budget, source = build._measured_budget(parts, memory)
+    assert budget == (50 - 20 - 3) * 10**9 and "gpu_memory_utilization=0.5" in source
+    assert steps == [32, 32]
+    assert len(made) == 1 and emptied[-1], "the runner is gone before its memory is given back"
