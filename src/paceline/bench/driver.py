@@ -78,11 +78,14 @@ class Driver:
 
     Args:
         engine: its options.
+        prepare: first do what a server does while it is idle: capture every decode round.
     """
 
-    def __init__(self, engine: EngineConfig) -> None:
+    def __init__(self, engine: EngineConfig, *, prepare: bool = True) -> None:
         self.engine = engine
         self.core: EngineCore = make_core(engine)
+        while prepare and self.core.runner.prepare():
+            pass
         self.info = self.core.info
         self._frontend = Frontend(self.info, skip_tokenizer_init=True, generation_config="none")
         self._open: dict[str, RequestState] = {}

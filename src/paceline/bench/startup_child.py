@@ -37,7 +37,7 @@ def main() -> None:
     logger.setLevel(logging.INFO)
     logger.addHandler(_Clock())
     try:
-        driver = Driver(engine)
+        driver = Driver(engine, prepare=False)
     except PacelineError as error:
         sys.exit(str(error))
     _MARKS.append((time.monotonic(), "the engine can be used"))
