@@ -37,10 +37,10 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
     Raises:
         ConfigError, CheckpointError: with what was given and what would work.
     """
+    started = time.perf_counter()
     sleep_at_barriers()
     from paceline.runtime.build import build  # torch takes seconds to import: only where it is needed
 
-    started = time.perf_counter()
     built = build(config)
     info = EngineInfo(
         model=config.model or "paceline-mini",
@@ -55,14 +55,16 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         device=str(built.device),
         dtype=str(built.dtype).removeprefix("torch."),
         weights_bytes=built.weights_bytes,
-        ready_s=time.perf_counter() - started,
+        ready_s=0.0,
     )
-    logger.info("Engine ready in %.2f s", info.ready_s)
     if built.captures is not None:
         _log_captures(config, built, built.captures)
     if built.num_drafts and config.load_format != "dummy":
         _check_drafter(config, built, info)
-    return _assemble(config, built, info, lookahead)
+    core = _assemble(config, built, info, lookahead)
+    info.ready_s = time.perf_counter() - started
+    logger.info("Engine ready in %.2f s", info.ready_s)
+    return core
 
 
 def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None:
