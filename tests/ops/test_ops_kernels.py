@@ -180,6 +180,25 @@ def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: to
         close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_norm_rope_write(kernels: Any, dtype: torch.dtype) -> None:
+    """Several layers at once are several single ones; what is not named stays."""
+    layers, num_kv_heads, head_dim = 3, 3, 32
+    kv = random(layers, 4, 2 * num_kv_heads * head_dim, dtype=dtype)
+    norms, table = random(layers, head_dim, dtype=dtype), rope_table(50, head_dim).to(DEVICE)
+    positions = torch.tensor([3, 0, 49, 7], dtype=torch.int32, device=DEVICE)
+    kv_slots = torch.tensor([5, -1, 31, 0], device=DEVICE)
+    caches = torch.full((2, layers, 2, 16, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    single, by_reference = caches.clone(), caches.clone()
+    kernels.kv_norm_rope_write(kv, norms, EPS, table, positions, kv_slots, caches[0], caches[1])
+    reference.kv_norm_rope_write(kv, norms, EPS, table, positions, kv_slots, by_reference[0], by_reference[1])
+    close(caches, by_reference)
+    for layer in range(layers):
+        arguments = (kv[layer], norms[layer], norms[layer], EPS, table, positions, kv_slots)
+        kernels.qk_norm_rope_write(*arguments, single[0, layer], single[1, layer])
+    assert torch.equal(caches, single) and bool((caches != 7).any())
+
+
 def attend(
     kernels: Any, scene: Scene, window: int | None = None, bidirectional: bool = False, config: Any = None
 ) -> Tensor:

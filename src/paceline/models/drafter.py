@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import ops
-from paceline.models.attention import AttentionContext, AttentionSpec
+from paceline.models.attention import AttentionContext, AttentionSpec, KVCache
 from paceline.models.drafter_config import DrafterConfig
 from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm, freeze
 from paceline.models.rope import RopeTable, apply_rope
@@ -198,6 +198,7 @@ class Drafter(nn.Module):
         self.qkv_proj = nn.Parameter(torch.empty(num_layers, rows, d, device=device, dtype=dtype))
         self._packed_qkv: list[Tensor | None] = [None] * num_layers
         self._packed_context: Tensor | None = None
+        self._k_norms: Tensor | None = None  # [layers, D]
         self.qkv_bias = (
             nn.Parameter(torch.empty(num_layers, rows, device=device, dtype=dtype))
             if shape.attention_bias
@@ -233,6 +234,7 @@ class Drafter(nn.Module):
         weights = self.qkv_proj.detach()
         self._packed_qkv = [ops.pack_linear(weight) for weight in weights]
         self._packed_context = ops.pack_linear(weights[:, first:].flatten(0, 1))
+        self._k_norms = torch.stack([layer.k_norm.weight for layer in self.draft_layers()])
 
     @property
     def target(self) -> Qwen3ForCausalLM:
@@ -286,6 +288,19 @@ class Drafter(nn.Module):
             for i, layer in enumerate(self.draft_layers())
         ]
         return apply_rope(torch.stack(normed), self.rope()[positions]), v
+
+    def write_context(self, taps: Tensor, positions: Tensor, kv_slots: Tensor, cache: KVCache) -> None:
+        """``context_kv`` of tap rows, into a paged cache of the drafter's layers. Serving only.
+
+        Args:
+            taps: [R, n * d].
+            positions: [R] int32.
+            kv_slots: [R] int64, as in :class:`paceline.ops.RowLayout`.
+        """
+        kv = self.project_context(self.context_features(taps)).contiguous()
+        assert self._k_norms is not None, "freeze comes first"
+        eps = self.config.layers.rms_norm_eps
+        ops.kv_norm_rope_write(kv, self._k_norms, eps, self.rope(), positions, kv_slots, cache.k, cache.v)
 
     def forward(self, anchors: Tensor, starts: Tensor, context: AttentionContext) -> Tensor:
         """The parallel pass over blocks [anchor, mask, mask, ...].

@@ -21,6 +21,7 @@ __all__ = [
     "RowNoise",
     "add_rms_norm",
     "draft_argmax",
+    "kv_norm_rope_write",
     "linear",
     "linear_parts",
     "linear_silu_mul",
@@ -95,6 +96,28 @@ def qk_norm_rope_write(
     """
     write = kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
     return write(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
+
+
+def kv_norm_rope_write(
+    kv: Tensor,
+    k_norms: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Norm and rotate keys of several layers, and write them and their values into the layers' paged caches.
+
+    Args:
+        kv: [layers, R, 2 KV * D], contiguous: key heads, then value heads.
+        k_norms: [layers, D] contiguous, RMS norm weights shared by all heads of a layer.
+        cos_sin, positions, kv_slots: as for ``qk_norm_rope_write``; the same rows in every layer.
+        k_cache, v_cache: [layers, num_blocks, P, KV, D] contiguous, written in place.
+    """
+    write = kernels().kv_norm_rope_write if kv.is_cuda else reference.kv_norm_rope_write
+    write(kv, k_norms, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
 
 
 def paged_attention(

@@ -71,3 +71,25 @@ def qk_norm_rope_write(
     k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, kv_slots, k.to(k_cache.dtype))
     v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, kv_slots, v.to(v_cache.dtype))
     return q.contiguous()
+
+
+def kv_norm_rope_write(
+    kv: Tensor,
+    k_norms: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Norm and rotate the keys of several layers, write k and v to their caches."""
+    layers, _, _, num_kv_heads, head_dim = k_cache.shape
+    k, v = kv.view(layers, -1, 2, num_kv_heads, head_dim).unbind(2)  # [layers, R, KV, D]
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [R, 1, D/2]
+    k = rotate(rms_norm(k, k_norms[:, None, None], eps), cos, sin)
+    if kv_slots.numel() and int(kv_slots.min()) < 0:
+        kept = kv_slots >= 0
+        kv_slots, k, v = kv_slots[kept], k[:, kept], v[:, kept]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        cache.view(layers, -1, num_kv_heads, head_dim).index_copy_(1, kv_slots, rows.to(cache.dtype))

@@ -100,9 +100,7 @@ class DraftStage:
 
     def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Draft K/V of tap rows [R, n * d] into cache slots [R]."""
-        k, v = self.drafter.context_kv(self.drafter.context_features(taps), positions)
-        for cache, rows in ((self.cache.k, k), (self.cache.v, v)):
-            cache.flatten(1, 2).index_copy_(1, kv_slots, rows.to(cache.dtype))
+        self.drafter.write_context(taps, positions, kv_slots, self.cache)
 
     def override(self, accepted: Tensor, slots: Tensor, anchors: Tensor, num_drafts: Tensor) -> Tensor:
         """How many drafts stand, given how many do by the rule: as many, unless acceptance is synthetic.

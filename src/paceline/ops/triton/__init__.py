@@ -5,11 +5,12 @@ from paceline.ops.triton.attention import paged_attention
 from paceline.ops.triton.drafts import draft_argmax
 from paceline.ops.triton.matmul import matmul
 from paceline.ops.triton.norm import add_rms_norm, rms_norm
-from paceline.ops.triton.qk_norm_rope import qk_norm_rope_write
+from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
 
 __all__ = [
     "add_rms_norm",
     "draft_argmax",
+    "kv_norm_rope_write",
     "matmul",
     "paged_attention",
     "qk_norm_rope_write",

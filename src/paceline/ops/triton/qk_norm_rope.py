@@ -1,4 +1,4 @@
-"""Between the qkv projection and attention: norms of q and k, rotation, and the K/V write, in one pass."""
+"""Between the projections and attention: norms of q and k, rotation, and the K/V write, in one pass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ HEADS = 4
 
 
 # Not specialised: a buffer's new alignment must not compile a new kernel while serving.
-@triton.jit(do_not_specialize=["positions_ptr", "kv_slots_ptr"])
+@triton.jit(do_not_specialize=["positions_ptr", "kv_slots_ptr", "layer_stride", "cache_stride"])
 def _qk_norm_rope_write_kernel(
-    qkv_ptr,  # [R, (H + 2 KV) * D]
-    q_norm_ptr,
-    k_norm_ptr,
+    qkv_ptr,  # [layers, R, (H + 2 KV) * D]
+    q_norm_ptr,  # [D]
+    k_norm_ptr,  # [layers, D]
     cos_sin_ptr,  # [max_position, D]
     positions_ptr,
     kv_slots_ptr,
-    q_ptr,  # [R, H, D]
-    k_cache_ptr,  # [slots, KV, D]
+    q_ptr,  # [R, H, D]; with more than one layer H is 0
+    k_cache_ptr,  # [layers, slots, KV, D]
     v_cache_ptr,
     qkv_stride,
+    layer_stride,  # of qkv
+    cache_stride,  # of a layer of a cache
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -39,13 +41,15 @@ def _qk_norm_rope_write_kernel(
     is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
 
-    source = qkv_ptr + row * qkv_stride + head[:, None] * D
+    layer = tl.program_id(2).to(tl.int64)
+    source = qkv_ptr + layer * layer_stride + row * qkv_stride + head[:, None] * D
     raw1 = tl.load(source + low, mask=exists, other=0.0)  # [HEADS, D/2]
     raw2 = tl.load(source + high, mask=exists, other=0.0)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
     inv_rms = 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / D + eps)[:, None]
+    k_norm = k_norm_ptr + layer * D
     q_weight1, q_weight2 = tl.load(q_norm_ptr + low), tl.load(q_norm_ptr + high)
-    k_weight1, k_weight2 = tl.load(k_norm_ptr + low), tl.load(k_norm_ptr + high)
+    k_weight1, k_weight2 = tl.load(k_norm + low), tl.load(k_norm + high)
     weight1 = tl.where(is_q[:, None], q_weight1, k_weight1).to(tl.float32)
     weight2 = tl.where(is_q[:, None], q_weight2, k_weight2).to(tl.float32)
     # rounded where the unfused ops round: after the norm, and after the weight
@@ -61,11 +65,12 @@ def _qk_norm_rope_write_kernel(
     tl.store(q_out + high, y2, mask=is_q[:, None])
     slot = tl.load(kv_slots_ptr + row)  # int64: a cache may exceed 2^31 elements
     if slot >= 0:
-        k_out = k_cache_ptr + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * D
+        at = layer * cache_stride + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * D
+        k_out = k_cache_ptr + at
         tl.store(k_out + low, y1, mask=is_k[:, None])
         tl.store(k_out + high, y2, mask=is_k[:, None])
         is_v = exists & (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-        v_out = v_cache_ptr + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS - NUM_KV_HEADS) * D
+        v_out = v_cache_ptr + at - NUM_KV_HEADS * D
         tl.store(v_out + low, raw1, mask=is_v)
         tl.store(v_out + high, raw2, mask=is_v)
 
@@ -83,28 +88,65 @@ def qk_norm_rope_write(
 ) -> Tensor:
     """See :func:`paceline.ops.qk_norm_rope_write`."""
     num_rows, width = qkv.shape
-    _, _, num_kv_heads, head_dim = k_cache.shape
-    num_heads = width // head_dim - 2 * num_kv_heads
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
-    q = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    if num_rows:
-        grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))
-        _qk_norm_rope_write_kernel[grid](
-            qkv,
-            q_norm,
-            k_norm,
-            cos_sin,
-            positions,
-            kv_slots,
-            q,
-            k_cache,
-            v_cache,
-            qkv.stride(0),
-            eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HALF=head_dim // 2,
-            HEADS=HEADS,
-            num_warps=2,
-        )
+    num_heads = width // k_cache.shape[-1] - 2 * k_cache.shape[-2]
+    q = torch.empty((num_rows, num_heads, k_cache.shape[-1]), dtype=qkv.dtype, device=qkv.device)
+    caches = k_cache[None], v_cache[None]
+    _launch(qkv[None], q, q_norm, k_norm, eps, cos_sin, positions, kv_slots, *caches)
     return q
+
+
+def kv_norm_rope_write(
+    kv: Tensor,
+    k_norms: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """See :func:`paceline.ops.kv_norm_rope_write`."""
+    no_heads = kv.new_empty((0, 0, k_cache.shape[-1]))
+    _launch(kv, no_heads, k_norms, k_norms, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
+
+
+def _launch(
+    qkv: Tensor,  # [layers, R, (H + 2 KV) * D]
+    q: Tensor,  # [R, H, D]
+    q_norm: Tensor,
+    k_norms: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,  # [layers, num_blocks, P, KV, D]
+    v_cache: Tensor,
+) -> None:
+    layers, num_rows, _ = qkv.shape
+    _, _, _, num_kv_heads, head_dim = k_cache.shape
+    num_heads = q.shape[1]
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
+    assert k_norms.is_contiguous() and qkv.stride(2) == 1
+    if not num_rows:
+        return
+    grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), layers)
+    _qk_norm_rope_write_kernel[grid](
+        qkv,
+        q_norm,
+        k_norms,
+        cos_sin,
+        positions,
+        kv_slots,
+        q,
+        k_cache,
+        v_cache,
+        qkv.stride(1),
+        qkv.stride(0),
+        k_cache.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HEADS=HEADS,
+        num_warps=2,
+    )
