@@ -278,7 +278,7 @@ def test_one_draft_too_few_accepted_costs_speed_only(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_draft_noise_of_another_position(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     monkeypatch.setattr(
-        "paceline.runtime.drafting.row_keys", lambda seeds, positions: row_keys(seeds, positions + shift)
+        "paceline.ops.drafts.row_keys", lambda seeds, positions: row_keys(seeds, positions + shift)
     )
     violations = gate_coupling()
     assert [item.gate for item in violations] == ["coupling"]
@@ -299,16 +299,16 @@ def test_penalties_that_do_not_see_the_chain(monkeypatch: pytest.MonkeyPatch) ->
     """Rows of a span penalised by the tokens before the span alone."""
     from paceline.sampling import processors
 
-    right = processors._penalise
+    right = processors._penalise_rows
 
-    def short_sighted(logits: Tensor, rows: Any, state: Any, members: Any) -> None:
+    def short_sighted(logits: Tensor, rows: Any, state: Any) -> None:
         first = torch.zeros_like(rows.positions)
         for slot in rows.slots.unique():
             own = rows.slots == slot
             first[own] = rows.positions[own].min()
-        right(logits, replace(rows, positions=first), state, members)
+        right(logits, replace(rows, positions=first), state)
 
-    monkeypatch.setattr(processors, "_penalise", short_sighted)
+    monkeypatch.setattr(processors, "_penalise_rows", short_sighted)
     params = SamplingParams(temperature=0.0, frequency_penalty=0.4, max_tokens=24, ignore_eos=True)
     expected = tokens_of(complete(golden_core("qwen3_tiny"), PROMPTS, params))
     assert same_tokens(expected, tokens_of(complete(spec_core(), PROMPTS, params)))

@@ -77,6 +77,7 @@ def round_core(
     )
     assert runner.rounds is not None
     runner.rounds.captured = True
+    runner.passes = runner.make_passes(reference.info.max_model_len)
     limits = (
         DraftLimits()
         if drafter is None
@@ -293,7 +294,7 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
         seen.append(decode_round.shape)
         return decode_round
 
-    monkeypatch.setattr(graphs, "CapturedRound", capture)
+    monkeypatch.setattr(graphs, "Captured", capture)
     monkeypatch.setattr(graphs, "CaptureStream", object)
     core = round_core("dspark_tiny_b7", 0)
     runner = runner_of(core)

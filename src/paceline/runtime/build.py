@@ -181,6 +181,8 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
     steps = free - torch.cuda.mem_get_info(parts.device)[0]
     if runner.rounds is not None:
         steps += len(runner.rounds.missing) * GRAPH_BYTES
+    if runner.passes is not None:
+        steps += len(runner.passes.missing) * GRAPH_BYTES
     del runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -189,12 +191,13 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
 
 @torch.inference_mode()
 def _capture_first(runner: Runner) -> None:
-    """Capture the decode rounds that are to be there from the start."""
-    if runner.rounds is None:
+    """Capture the decode rounds and short passes that are to be there from the start."""
+    if runner.rounds is None or runner.passes is None:
         return
     started, missing = time.perf_counter(), len(runner.rounds.missing)
     before = torch.cuda.mem_get_info(runner.device)[0]
     runner.rounds.capture_first()
+    runner.passes.capture_first()
     logger.info(
         "Captured %d decode rounds in %.2f s, %.2f GiB; %d follow while the engine is idle or when needed",
         missing - len(runner.rounds.missing),

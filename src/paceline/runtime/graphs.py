@@ -15,9 +15,9 @@ and few kinds and sizes keep captures few.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,9 @@ def draft_counts(size: int, num_drafts: int) -> list[int]:
     return counts[::-1]
 
 
+Output = TypeVar("Output")
+
+
 class CaptureStream:
     """Where rounds are captured, one after the other, and the memory their graphs share."""
 
@@ -69,33 +72,32 @@ class CaptureStream:
         self.pool: Any = torch.cuda.graph_pool_handle()
 
 
-class CapturedRound:
-    """A round and its graph. Other work may be in flight while it is captured.
+class Captured(Generic[Output]):
+    """Work on the device and its graph. Other work may be in flight while it is captured.
 
     Args:
-        decode_round: what to capture. Its inputs must name no sequence while it is captured.
+        work: what to capture. Its inputs must name no sequence while it is captured.
         where: shared by all graphs.
     """
 
-    def __init__(self, decode_round: DecodeRound, where: CaptureStream) -> None:
-        self._round = decode_round  # its constants are read by the graph: they must live as long
-        self.inputs = decode_round.inputs
-        decode_round()  # compiles kernels and makes workspaces: neither may happen while capturing
+    def __init__(self, work: Callable[[], Output], where: CaptureStream) -> None:
+        self._work = work  # its constants are read by the graph: they must live as long
+        work()  # compiles kernels and makes workspaces: neither may happen while capturing
         self._graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the device and gives back the memory kept for steps.
         where.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(where.stream):
             self._graph.capture_begin(pool=where.pool)
             try:
-                self._outputs = decode_round()
+                self._output = work()
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(where.stream)
 
-    def __call__(self) -> RoundOutput:
-        """Run on ``inputs``; see :class:`DecodeRound`."""
+    def __call__(self) -> Output:
+        """Do the work. The output is the same memory each time."""
         self._graph.replay()
-        return self._outputs
+        return self._output
 
 
 class RoundSet:
@@ -108,6 +110,7 @@ class RoundSet:
 
     Attributes:
         captured: the same.
+        where: where captures are made, if they are.
         draft_counts: by size, the drafts per sequence that rounds are captured for beside none.
         missing: shapes that are still to be captured, the next one last.
     """
@@ -133,8 +136,8 @@ class RoundSet:
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
         self._staging = Staging(3 * max_num_seqs, state.device)
-        self._rounds: dict[RoundShape, DecodeRound | CapturedRound] = {}
-        self._where = CaptureStream() if capture else None
+        self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], RoundOutput]]] = {}
+        self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []
 
     def _shapes(self) -> list[RoundShape]:
@@ -174,14 +177,14 @@ class RoundSet:
         self._round(self.missing[-1])
         return True
 
-    def _round(self, shape: RoundShape) -> DecodeRound | CapturedRound:
+    def _round(self, shape: RoundShape) -> tuple[DecodeRound, Callable[[], RoundOutput]]:
         """The round of a shape, made or captured when it is not there yet."""
         found = self._rounds.get(shape)
         if found is None:
             made = self._make(shape)
-            found = made if self._where is None else CapturedRound(made, self._where)
+            found = made, made if self.where is None else Captured(made, self.where)
             self._rounds[shape] = found
-            if self._where is not None:
+            if self.where is not None:
                 self.missing.remove(shape)
         return found
 
@@ -196,7 +199,7 @@ class RoundSet:
         output is overwritten by the next run.
         """
         shape = self._shape(spans, kind)
-        decode_round = self._round(shape)
+        decode_round, run = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
         values[1] = -1
@@ -207,7 +210,7 @@ class RoundSet:
         ]
         (sent,) = self._staging.send([values.reshape(-1)])
         decode_round.inputs.view(-1).copy_(sent)
-        return decode_round()
+        return run()
 
     def _shape(self, spans: Sequence[Span], kind: FixedKind) -> RoundShape:
         """The round these spans need, or the smallest captured one that can run them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch import Tensor
 from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
-from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.graphs import RoundSet
+from paceline.runtime.passes import PassSet, RowPass
 from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
@@ -114,6 +116,9 @@ class Runner:
                 max_model_len=max_model_len,
                 capture=rounds == "captured",
             )
+        self.passes: PassSet | None = None
+        if self.rounds is not None and self.rounds.captured:
+            self.passes = self.make_passes(max_model_len)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
@@ -139,6 +144,19 @@ class Runner:
         for part in parts:
             pending.append(self._run_part(plan, part, is_first=not pending))
         return pending[0] if len(pending) == 1 else _Merged(parts, pending)
+
+    def make_passes(self, max_model_len: int) -> PassSet:
+        """Passes over rows of fixed sizes, captured where rounds are."""
+        taps = () if self.drafting is None else tuple(self.drafting.taps)
+        make = partial(
+            RowPass,
+            model=self.model,
+            cache=self.cache,
+            state=self.state,
+            taps=taps,
+            max_model_len=max_model_len,
+        )
+        return PassSet(make, None if self.rounds is None else self.rounds.where)
 
     def _run_part(self, plan: StepPlan, part: Part, *, is_first: bool) -> PendingStep:
         """Run some spans of a step. Once others have run, the step as a whole cannot be run again."""
@@ -168,8 +186,9 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Capture one more decode round. See :class:`paceline.runtime.plan.StepRunner`."""
-        return self.rounds is not None and self.rounds.prepare()
+        """Capture one more decode round, or short pass. See :class:`paceline.runtime.plan.StepRunner`."""
+        parts = (self.rounds, self.passes)
+        return any(part is not None and part.prepare() for part in parts)
 
     def _run_round(self, rounds: RoundSet, spans: Sequence[Span], kind: FixedKind) -> _Pending:
         """Spans of anchors and drafts, as one fixed-shape round."""
@@ -185,9 +204,7 @@ class Runner:
         """Spans of any kind, laid out row by row."""
         state, drafting = self.state, self.drafting
         rows = build_rows(spans, state, self._staging, max_context)
-        context = PagedContext(self.cache, rows.layout)
-        taps = () if drafting is None else drafting.taps
-        hidden, tapped = self.model(rows.tokens, rows.layout.positions, context, taps)  # [R, d], [R, n * d]
+        hidden, tapped = self._forward(rows)  # [R, d], [R, n * d]
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(spans)]
         if not rows.host_sampled:
             self._advance(rows, tapped, None)
@@ -202,6 +219,14 @@ class Runner:
             slots_at_random = state.sampling.any_random(rows.host_proposing)
             drafting.propose(rows.proposing, len(rows.host_proposing), max_context, noise=slots_at_random)
         return _Pending(spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
+
+    def _forward(self, rows: StepRows) -> ForwardOutput:
+        """The target's layers."""
+        if self.passes is not None and (output := self.passes.forward(rows)) is not None:
+            return output
+        taps = () if self.drafting is None else self.drafting.taps
+        context = PagedContext(self.cache, rows.layout)
+        return self.model(rows.tokens, rows.layout.positions, context, taps)  # type: ignore[no-any-return]
 
     def _accept(self, rows: StepRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Draws [Q] -> per span [N, K + 1], and how many drafts of each span stand [N]."""

@@ -46,6 +46,8 @@ def settle(runner: Runner, limits: StepLimits) -> None:
     warm_up(runner, limits)
     if runner.rounds is not None:
         runner.rounds.capture_largest()
+    if runner.passes is not None:
+        runner.passes.capture_largest()
     worst = int(SLACK * (torch.cuda.max_memory_allocated() - before))
     gc.collect()
     torch.cuda.empty_cache()
