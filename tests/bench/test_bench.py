@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench import stages
-from paceline.bench.driver import Driver, random_prompts
+from paceline.bench.driver import Driver, Run, Step, random_prompts
 from paceline.bench.floor import floor_of, read_floor
 from paceline.bench.geometry import geometry_folder, geometry_names, plain, with_geometry
 from paceline.bench.latency import Shape, measure_latency, parse_shapes
@@ -202,7 +205,49 @@ def test_a_round_is_taken_apart_into_stages_that_add_up(
     assert rows[stages.MATMULS]["mb"] > 0 and rows["round"]["mb"] > rows[stages.MATMULS]["mb"]
 
 
-def test_rounds_without_an_end_are_refused() -> None:
+class Counts(stages.Recorder):
+    """How often each stage is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: Counter[str] = Counter()
+
+    @contextmanager
+    def range(self, stage: str) -> Iterator[None]:
+        self.entered[stage] += 1
+        yield
+
+
+def test_stages_are_entered_from_where_they_belong_only(drafting: Driver) -> None:
+    """The drafter's matmuls and attention are not the target's, and the head serves both in turn."""
+    drafting.run([[4, 5, 6]], 12)
+    counts = Counts()
+    with counts.active():
+        drafting.run([[4, 5, 6]], 12)
+    layers, rounds = 6, counts.num_rounds
+    per_round = {stage: count / rounds for stage, count in counts.entered.items()}
+    assert rounds > 1 and per_round == {
+        stages.ROUND: 1,
+        stages.TARGET: 1,
+        stages.MATMULS: 4 * layers,
+        stages.ATTENTION: layers,
+        stages.HEAD: 1,
+        stages.SAMPLING: 1,
+        stages.DRAFT_CONTEXT: 1,
+        stages.DRAFT_LAYERS: 1,
+        stages.DRAFT_HEAD: 1,
+        stages.MARKOV: 1,
+    }
+
+
+def test_rounds_are_timed_while_every_request_decodes() -> None:
+    request: Any = object()
+    run = Run([request, request])
+    run.steps = [Step(1, 1, 0), Step(2, 2, 0), Step(4, 2, 0), Step(7, 2, 0), Step(8, 2, 1), Step(9, 2, 2)]
+    assert run.full_rounds_s() == [2, 3]
+
+
+def test_an_engine_without_rounds_is_refused() -> None:
     with pytest.raises(ConfigError, match="no decode rounds"):
         run_round(options(enforce_eager=True), 1, 8, 2)
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 from paceline.bench import inflate, padding
 from paceline.bench.geometry import geometry_folder
-from paceline.config import BUNDLED_DRAFTERS, BUNDLED_MODEL, EngineConfig
-from paceline.engine.factory import make_core
+from paceline.config import BUNDLED_DRAFTERS, BUNDLED_MODEL
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.attention import DenseCausalContext
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_dialects import load_drafter_config
+from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.sampling.params import SamplingParams
-from support.engines import GOLDEN, complete, golden_prompts, tokens_of
+from support.engines import GOLDEN, complete, golden_core, golden_prompts, tokens_of
 
 SIZES = {
     "hidden_size": 160,
@@ -41,18 +43,23 @@ def geometry(folder: Path, source: Path, **sizes: object) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["vocab", "padded-vocab"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The golden pair, inflated; fp32, so that nothing but the order of sums differs."""
-    root = tmp_path_factory.mktemp("inflate")
-    target, drafter = GOLDEN / "qwen3_tiny", GOLDEN / "dspark_tiny_b7"
+def inflated(root: Path, target: Path, drafter: Path, pad: bool) -> tuple[Path, Path]:
+    """A pair at ``SIZES``; fp32, so that nothing but the order of sums differs."""
     shape = geometry(root / "target-geometry", target, **SIZES)
     draft_sizes = SIZES | DRAFT_SIZES | {"num_target_layers": SIZES["num_hidden_layers"]}
     draft_shape = geometry(root / "draft-geometry", drafter, **draft_sizes)
-    pad, dtype = bool(request.param), torch.float32
-    large = inflate.inflate_target(target, shape, root / "target", pad_vocab=pad, dtype=dtype)
-    draft = inflate.inflate_drafter(drafter, target, draft_shape, root / "drafter", large, dtype=dtype)
+    large = inflate.inflate_target(target, shape, root / "target", pad_vocab=pad, dtype=torch.float32)
+    draft = inflate.inflate_drafter(
+        drafter, target, draft_shape, root / "drafter", large, dtype=torch.float32
+    )
     return large, draft
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["vocab", "padded-vocab"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The golden pair, inflated."""
+    root = tmp_path_factory.mktemp("inflate")
+    return inflated(root, GOLDEN / "qwen3_tiny", GOLDEN / "dspark_tiny_b7", bool(request.param))
 
 
 def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,19 +86,56 @@ def test_logits_are_those_of_the_small_model(pair: tuple[Path, Path]) -> None:
 def test_the_engine_draws_the_same_tokens_and_accepts_the_same_drafts(pair: tuple[Path, Path]) -> None:
     results = []
     for target, drafter in ((GOLDEN / "qwen3_tiny", GOLDEN / "dspark_tiny_b7"), pair):
-        core = make_core(
-            EngineConfig.of(
-                model=str(target),
-                device="cpu",
-                num_blocks=256,
-                speculative_config={"model": str(drafter)},
-            )
-        )
+        core = golden_core(str(target), drafter=str(drafter))
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         tokens = tokens_of(complete(core, golden_prompts(8), params, check=False))
         results.append((tokens, core.stats().accept_lengths))
     assert results[0] == results[1]
     assert sum(results[0][1][2:]) > 10, "too few drafts stand for this to show anything"
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_norms_are_exact_whatever_epsilon(pad: bool) -> None:
+    """Real activations hide a wrong epsilon; values as small as it is do not."""
+    small = replace(Qwen3Config.from_pretrained(BUNDLED_MODEL), rms_norm_eps=0.01)
+    shape = replace(small, hidden_size=500, vocab_size=9000)
+    plan = padding.Padding.of(small, shape, pad_vocab=pad, dtype=torch.float32)
+    x, weight = 0.1 * torch.randn(5, small.hidden_size), torch.randn(small.hidden_size)
+    wide = torch.zeros(5, 500)
+    wide[:, : small.hidden_size], wide[:, small.hidden_size] = x, plan.constant
+    want = rms_norm(x, (small.hidden_size,), weight, small.rms_norm_eps)
+    got = rms_norm(wide, (500,), plan.norm(weight), plan.epsilon(small))
+    torch.testing.assert_close(got[:, : small.hidden_size], want)
+    assert not got[:, small.hidden_size :].any()
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_what_the_drafter_knows_is_exact_whatever_epsilon(tmp_path: Path, pad: bool) -> None:
+    """The features of taps are normed over the spare channel too."""
+    eps = {"rms_norm_eps": 0.05}
+    target = copied(tmp_path / "a", GOLDEN / "qwen3_tiny", **eps)
+    drafter = copied(tmp_path / "b", GOLDEN / "dspark_tiny_b7", **eps)
+    large, draft = inflated(tmp_path, target, drafter, pad)
+    few = load_drafter(drafter, load_model(target, dtype="float32"))
+    many = load_drafter(draft, load_model(large, dtype="float32"))
+    d, width, taps = 64, SIZES["hidden_size"], few.config.tap_layer_ids
+    rows = 0.1 * torch.randn(4, len(taps), d)
+    wide = torch.randn(4, len(many.config.tap_layer_ids), width)  # unused taps hold anything
+    places = padding.spread(6, SIZES["num_hidden_layers"])
+    _, chosen = inflate.place_taps(taps, places, many.config.tap_layer_ids)
+    wide[:, chosen] = 0.0
+    wide[:, chosen, :d] = rows
+    wide[:, chosen, d] = many.target.embed_tokens.weight[0, d]
+    torch.testing.assert_close(
+        many.context_features(wide.flatten(1))[:, :d], few.context_features(rows.flatten(1))
+    )
+
+
+def copied(folder: Path, source: Path, **changes: object) -> Path:
+    """A checkpoint with a changed config."""
+    geometry(folder, source, **changes)
+    shutil.copy(source / "model.safetensors", folder)
+    return folder
 
 
 def test_every_layer_and_head_of_the_geometry_is_there(pair: tuple[Path, Path]) -> None:
@@ -124,6 +168,7 @@ def test_the_bundled_drafters_fit_the_4b_geometry() -> None:
         ((3, 1), (32, 8), [0, 1, 2], [0]),
         ((3, 1), (4, 2), [0, 1, 2], [0, 0]),
         ((4, 2), (10, 5), [0, 1, 2, 3], [0, 1]),
+        ((6, 2), (8, 4), [0, 1, 2, 4, 5, 6], [0, 0, 1, 1]),
         ((4, 2), (12, 3), [0, 1, 4, 5], [0, 1]),
     ],
 )

@@ -65,6 +65,8 @@ _PARTS: Final = (
     _Part(rounds.DecodeRound, "__call__", ROUND, None),
     _Part(Qwen3ForCausalLM, "forward", TARGET, ROUND),
     _Part(Linear, "forward", MATMULS, TARGET),
+    _Part(Linear, "parts", MATMULS, TARGET),
+    _Part(Linear, "silu_mul", MATMULS, TARGET),
     _Part(PagedContext, "attend", ATTENTION, TARGET),
     _Part(Qwen3ForCausalLM, "logits", HEAD, ROUND),
     _Part(rounds, "sample_fixed", SAMPLING, ROUND),
