@@ -67,19 +67,21 @@ def layer_shapes(config: Qwen3Config) -> list[Shape]:
 def tiles(op: Op, rows: int) -> Iterator[MatmulConfig]:
     """Ways to cut a product of so many rows, without splits."""
     few = max(16, min(triton.next_power_of_2(rows), 128))
-    options: list[tuple[int, int, int, bool, int, int]] = []  # block m, n, k, swap, warps, stages
+    pointers, tma = [(False, 4)], [(True, 4), (True, 6)]  # how tiles are fetched, and stages
+    options: list[tuple[int, int, int, bool, int, tuple[bool, int]]] = []  # block m, n, k, swap, warps, fetch
     if rows <= 128:
-        options += [(few, n, k, True, 4, s) for n in (64, 128) for k in (64, 128) for s in (3, 4, 6)]
+        options += [(few, n, k, True, 4, f) for n in (64, 128) for k in (64, 128) for f in pointers + tma]
     if rows <= 32:
-        options += [(few, n, k, False, 4, s) for n in (32, 64, 128) for k in (64, 128) for s in (4, 5)]
+        options += [(few, n, k, False, 4, f) for n in (32, 64, 128) for k in (64, 128) for f in pointers]
     if 32 < rows <= 256:
-        options += [(64, n, k, False, 4, s) for n in (64, 128) for k in (64, 128) for s in (3, 4, 6)]
+        options += [(64, n, k, False, 4, f) for n in (64, 128) for k in (64, 128) for f in pointers + tma]
     if rows >= 128:
-        options += [(128, n, 64, False, 8, s) for n in (64, 128, 256) for s in (3, 4)]
-    for m, n, k, swap, warps, stages in options:
-        weights = 2 if op == "swiglu" else 1
+        options += [(128, n, 64, False, 8, (t, s)) for n in (64, 128, 256) for t, s in ((True, 3), *tma[:1])]
+        options += [(128, 128, 64, False, 8, (False, 3))]
+    weights = 2 if op == "swiglu" else 1
+    for m, n, k, swap, warps, (by_tma, stages) in options:
         if stages * (m + weights * n) * k * 2 <= SHARED_MEMORY and weights * m * n <= 128 * 256:
-            yield MatmulConfig(m, n, k, swap=swap, num_warps=warps, num_stages=stages)
+            yield MatmulConfig(m, n, k, swap=swap, num_warps=warps, num_stages=stages, tma=by_tma)
 
 
 def candidates(shape: Shape, rows: int) -> Iterator[MatmulConfig]:

@@ -117,13 +117,17 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("splits", "chunks"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("splits", "chunks", "tma"), [(1, 1, False), (3, 1, True), (1, 2, True), (2, 2, False)]
+)
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("mode", ["linear", "bias", "swiglu", "parts"])
-def test_matmul(kernels: Any, mode: str, swap: bool, splits: int, chunks: int, dtype: torch.dtype) -> None:
+def test_matmul(
+    kernels: Any, mode: str, swap: bool, splits: int, chunks: int, tma: bool, dtype: torch.dtype
+) -> None:
     """Also with rows, columns and a depth that fill no tile, and fewer tiles of depth than splits."""
     block = 16 if INTERPRETED else 64
-    config = MatmulConfig(16, block, 16, splits, chunks, swap, num_stages=2)
+    config = MatmulConfig(16, block, 16, splits, chunks, swap, num_stages=2, tma=tma)
     for rows, width, depth in [(1, 40, 64), (19, 72, 40), (33, 64, 16)]:
         x = random(rows, 2 * depth, dtype=dtype)[:, :depth]
         weight = random(2 * width if mode == "swiglu" else width, depth, dtype=dtype) / depth**0.5

@@ -37,6 +37,7 @@ class MatmulConfig:
         splits: programs that share the depth of one tile.
         chunks: parts of a program's depth that are summed on their own first.
         swap: weights as the left operand of the tensor core.
+        tma: tiles are fetched by the tensor memory accelerator (NVIDIA Hopper and later).
         num_warps, num_stages: of the kernel.
     """
 
@@ -48,6 +49,7 @@ class MatmulConfig:
     swap: bool = False
     num_warps: int = 4
     num_stages: int = 4
+    tma: bool = False
 
 
 Table = Mapping[tuple[Op, int, int], Mapping[int, MatmulConfig | None]]

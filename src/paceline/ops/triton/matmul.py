@@ -5,7 +5,8 @@ an H200 waits for memory alone: N * K * 2 bytes at 4.2 TB/s (Qwen3-4B: qkv 7.5 u
 down 11.9, head 185). What a kernel can lose there is programs that do not fill the device (*splits* of K make
 more of them), loads that are not in flight early enough (*stages*), and the kernels around it (fused
 epilogues). *Swapped* operands put the weights where the tensor core wants 64 rows, and the few rows of x
-where it takes 16.
+where it takes 16. With *TMA* the tensor memory accelerator fetches whole tiles, without a register for any
+address.
 
 K is summed in fp32, chunk by chunk; the chunks' sums are added in their order, whoever computed them. So with
 chunks that depend on the weight alone, a row's result does not depend on the other rows.
@@ -17,18 +18,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
 
 
 @triton.jit
-def _load(ptr, at, k, depth, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """A tile [rows, BLOCK_K] whose rows start at ``at``."""
-    column = k + tl.arange(0, BLOCK_K)
-    address = ptr + at[:, None] + column[None, :]
-    mask = None if EVEN else column[None, :] < depth
-    return tl.load(address, mask=mask, other=None if EVEN else 0.0)
+def _load(source, at, first, k, depth, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """A tile of BLOCK_K columns from k on: of a descriptor, rows ``first`` and following, or of memory whose
+    rows start at ``at``.
+    """
+    if TMA:
+        tile = source.load([first, k])
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        mask = None if EVEN else column[None, :] < depth
+        tile = tl.load(source + at[:, None] + column[None, :], mask=mask, other=None if EVEN else 0.0)
+    return tile
 
 
 @triton.jit
@@ -42,25 +49,25 @@ def _dot(x, w, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def _sum(
-    x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
-    SWIGLU: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    x, weight, up_weight, x_at, w_at, first_row, first_column, first_up, begin, chunk, depth,
+    SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     HEIGHT: tl.constexpr, BREADTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The products of one chunk of the depth; the second is that with ``up``, or the first again."""
+    """The products of one chunk of the depth: with the weight, and with SWIGLU's second one."""
     acc = tl.zeros((HEIGHT, BREADTH), tl.float32)
     up = tl.zeros((HEIGHT, BREADTH), tl.float32)
     for k in range(begin, tl.minimum(begin + chunk, depth), BLOCK_K):
-        x = _load(x_ptr, x_at, k, depth, BLOCK_K, EVEN)
-        acc = _dot(x, _load(weight_ptr, w_at, k, depth, BLOCK_K, EVEN), acc, SWAP)
+        tile = _load(x, x_at, first_row, k, depth, BLOCK_K, EVEN, TMA)
+        acc = _dot(tile, _load(weight, w_at, first_column, k, depth, BLOCK_K, EVEN, TMA), acc, SWAP)
         if SWIGLU:
-            up = _dot(x, _load(up_ptr, w_at, k, depth, BLOCK_K, EVEN), up, SWAP)
+            up = _dot(tile, _load(up_weight, w_at, first_up, k, depth, BLOCK_K, EVEN, TMA), up, SWAP)
     return acc, up
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def _matmul_kernel(
-    x_ptr,  # [R, K], rows x_stride apart
-    weight_ptr,  # [N, K], with SWIGLU [2 N, K]
+    x,  # [R, K], rows x_stride apart: a pointer, or with TMA a descriptor
+    weight,  # [N, K], with SWIGLU [2 N, K]; the same
     bias_ptr,  # [N]
     out_ptr,  # [R, N], with PARTS [splits, R, N] fp32
     parts_ptr,  # without PARTS: [splits (twice with SWIGLU), R, N] fp32, not used by one split
@@ -77,6 +84,7 @@ def _matmul_kernel(
     SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,  # whether tiles of the depth are all full
+    TMA: tl.constexpr,
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,26 +93,28 @@ def _matmul_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)  # neighbours share a weight tile, through the L2 cache
-    row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row = tile % row_tiles * BLOCK_M
+    first_column = tile // row_tiles * BLOCK_N
+    row = first_row + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
     # beyond the edges the last row is read again: what it yields is not stored
     x_at = tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride
     w_at = tl.minimum(column, width - 1).to(tl.int64) * depth
-    up_ptr = weight_ptr + width.to(tl.int64) * depth
+    up_weight = weight if TMA else weight + width.to(tl.int64) * depth
 
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     BREADTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     begin = split * CHUNKS * chunk
     total, up_total = _sum(
-        x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
-        SWIGLU, EVEN, SWAP, HEIGHT, BREADTH, BLOCK_K,
+        x, weight, up_weight, x_at, w_at, first_row, first_column, first_column + width, begin, chunk, depth,
+        SWIGLU, EVEN, TMA, SWAP, HEIGHT, BREADTH, BLOCK_K,
     )  # fmt: skip
     if CHUNKS > 1:
         for _ in range(1, CHUNKS):
             begin += chunk
             acc, up_acc = _sum(
-                x_ptr, weight_ptr, up_ptr, x_at, w_at, begin, chunk, depth,
-                SWIGLU, EVEN, SWAP, HEIGHT, BREADTH, BLOCK_K,
+                x, weight, up_weight, x_at, w_at, first_row, first_column, first_column + width, begin, chunk,
+                depth, SWIGLU, EVEN, TMA, SWAP, HEIGHT, BREADTH, BLOCK_K,
             )  # fmt: skip
             total += acc
             if SWIGLU:
@@ -183,10 +193,15 @@ def matmul(
     if split:
         scratch_shape = ((1 + swiglu) * splits, rows, width)
         scratch = torch.empty(scratch_shape, dtype=torch.float32, device=x.device)
+    operands: tuple[object, object] = (x, weight)
+    if config.tma:
+        operands = (
+            TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        )
     chunk = triton.cdiv(triton.cdiv(depth, config.block_k), splits * config.chunks) * config.block_k
     _matmul_kernel[(tiles, splits)](
-        x,
-        weight,
+        *operands,
         weight if bias is None else bias,
         out,
         scratch,
@@ -203,6 +218,7 @@ def matmul(
         SPLIT=split,
         PARTS=parts,
         EVEN=depth % config.block_k == 0,
+        TMA=config.tma,
         SWAP=config.swap,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
