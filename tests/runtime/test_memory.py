@@ -94,7 +94,8 @@ def test_a_gpu_is_measured_with_a_runner_that_then_goes(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 100 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 15_000)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(not made or made[0]() is None))
     memory = plan_memory(engine, model.config, None, limits, torch.float32)
     budget, source = build._measured_budget(parts, memory)

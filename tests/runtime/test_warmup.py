@@ -100,3 +100,16 @@ def test_drafts_give_way_to_a_row_for_every_sequence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Runner, "launch", recorded)
     warm_up(runner, StepLimits(4, 16, 512, 20, num_drafts=7))
     assert seen[0] == [8, 6, 1, 1]
+
+
+@pytest.mark.parametrize(("asked", "reckoned"), [(-1, 320), (0, 0), (5, 5), (5000, 320)])
+def test_whole_vocabularies_are_not_reported_for_every_row(
+    asked: int, reckoned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(make(None, {}))
+    seen: list[StepPlan] = []
+    monkeypatch.setattr(Runner, "launch", lambda self, plan, by_rows: seen.append(plan))
+    warm_up(runner, StepLimits(4, 64, 512, asked))
+    for plan in seen:
+        assert {span.top for span in plan.spans} == {span.prompt_top for span in plan.spans} == {reckoned}
+        assert {init.params.logprobs for init in plan.inits} == {reckoned}

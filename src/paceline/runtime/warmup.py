@@ -27,6 +27,9 @@ SLACK = 1.1
 
 SMALL_BYTES, NUM_SMALL = 2**19, 128
 """torch keeps tensors below 1 MiB apart, in memory of their own: 64 MiB for those."""
+MOST_LOGPROBS = 1024
+"""More alternatives are not reckoned with, where ``max_logprobs`` allows them at all: every row of a step
+reporting the whole vocabulary would leave no room for anything else."""
 EVERYTHING: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "logit_bias": {0: 1.0},
@@ -44,6 +47,7 @@ def settle(runner: Runner, limits: StepLimits) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     warm_up(runner, limits)
+    torch.cuda.synchronize()
     if runner.rounds is not None:
         runner.rounds.capture_largest()
     if runner.passes is not None:
@@ -60,17 +64,24 @@ def settle(runner: Runner, limits: StepLimits) -> None:
 def warm_up(runner: Runner, limits: StepLimits) -> None:
     """Run the largest steps, greedy and at random. Nobody may hold a slot or a block yet."""
     block = runner.cache.k.shape[1] - 1
-    spans = _spans(limits, runner.model.config.vocab_size)
+    vocab_size = runner.model.config.vocab_size
+    spans = _spans(limits, vocab_size)
     ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}]
     for way in ways:
-        params = SamplingParams(logprobs=limits.max_logprobs, **EVERYTHING, **way)
-        runner.launch(_step(runner, limits, spans, params, block), by_rows=True).result()
+        params = SamplingParams(logprobs=_top(limits, vocab_size), **EVERYTHING, **way)
+        runner.launch(_step(runner, limits, spans, params, block), by_rows=True)
     runner.state.clear()
+
+
+def _top(limits: StepLimits, vocab_size: int) -> int:
+    """Alternatives reported at every row."""
+    wanted = MOST_LOGPROBS if limits.max_logprobs == -1 else limits.max_logprobs
+    return min(wanted, MOST_LOGPROBS, vocab_size)
 
 
 def _spans(limits: StepLimits, vocab_size: int) -> list[Span]:
     """Every sequence draws and verifies as many drafts as fit; the first also compute the rows left over."""
-    top = vocab_size if limits.max_logprobs == -1 else min(limits.max_logprobs, vocab_size)
+    top = _top(limits, vocab_size)
     left = limits.max_num_batched_tokens - limits.max_num_seqs
     spans = []
     for slot in range(limits.max_num_seqs):
