@@ -81,30 +81,38 @@ def stage_rows(
     ]
 
 
-def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_rounds: int) -> Report:
-    """Take a round apart.
+def measure_round(
+    driver: Driver, batch_size: int, context_len: int, num_rounds: int, bytes_per_s: float
+) -> list[dict[str, Any]]:
+    """Take a round apart; see :func:`stage_rows`.
 
     Args:
         batch_size: sequences.
         context_len: tokens each has when the first of the rounds begins.
-        num_rounds: rounds to average over.
+        num_rounds: rounds to average over, at least.
+        bytes_per_s: at which memory can be read.
 
     Raises:
         ConfigError: the engine has no rounds, or the batch does not fit it.
     """
-    if engine.enforce_eager:
+    if driver.engine.enforce_eager:
         raise ConfigError("enforce_eager is set, so there are no decode rounds to take apart. Drop it.")
-    driver = Driver(engine)
-    device = torch.device(driver.info.device)
-    bytes_per_s = read_bandwidth(device)
     output_len = 2 + (num_rounds + 2) * (1 + driver.num_drafts)  # enough if every draft stands
     driver.check_fits(batch_size, context_len + output_len)
     prompts = random_prompts(batch_size, context_len, driver.info.vocab_size, seed=0)
     driver.run(prompts, output_len)
     round_s = statistics.median(driver.run(prompts, output_len).full_rounds_s())
     seconds, kernels = _record(driver, prompts, output_len)
-    floor = read_floor(engine, driver.item_bytes, driver.num_drafts)
+    floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
     needed = stage_bytes(floor, batch_size * (context_len + output_len / 2))
+    return stage_rows(seconds, kernels, round_s, needed, bytes_per_s)
+
+
+def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_rounds: int) -> Report:
+    """Take a round of one engine apart; see :func:`measure_round`."""
+    driver = Driver(engine)
+    device = torch.device(driver.info.device)
+    bytes_per_s = read_bandwidth(device)
     return Report(
         bench="round",
         machine=describe_machine(device),
@@ -117,7 +125,7 @@ def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_round
         },
         columns=COLUMNS,
         plot=Plot("stage", "ms", bars=True),
-        results=stage_rows(seconds, kernels, round_s, needed, bytes_per_s),
+        results=measure_round(driver, batch_size, context_len, num_rounds, bytes_per_s),
     )
 
 
@@ -126,6 +134,7 @@ def _record(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds and kernels of one round by stage."""
     runner = runner_of(driver.core)
+    served = runner.rounds
     runner.rounds = RoundSet(
         runner.model,
         runner.cache,
@@ -135,16 +144,18 @@ def _record(
         max_model_len=driver.info.max_model_len,
         capture=False,
     )
-    driver.run(prompts, output_len)
-    recorder: stages.ClockRecorder | stages.ProfilerRecorder
-    if runner.device.type == "cuda":
-        recorder = stages.ProfilerRecorder()
-        with recorder.profiled():
+    try:
+        driver.run(prompts, output_len)
+        if runner.device.type == "cuda":
+            profiler = stages.ProfilerRecorder()
+            with profiler.profiled():
+                driver.run(prompts, output_len)
+            rounds = profiler.num_rounds
+            kernels = {stage: count / rounds for stage, count in profiler.kernels.items()}
+            return {stage: taken / rounds for stage, taken in profiler.seconds.items()}, kernels
+        clock = stages.ClockRecorder()
+        with clock.active():
             driver.run(prompts, output_len)
-        kernels = {stage: count / recorder.num_rounds for stage, count in recorder.kernels.items()}
-    else:
-        recorder = stages.ClockRecorder()
-        with recorder.active():
-            driver.run(prompts, output_len)
-        kernels = {}
-    return {stage: taken / recorder.num_rounds for stage, taken in recorder.seconds.items()}, kernels
+        return {stage: taken / clock.num_rounds for stage, taken in clock.seconds.items()}, {}
+    finally:
+        runner.rounds = served

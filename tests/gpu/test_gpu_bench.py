@@ -1,0 +1,26 @@
+"""A round taken apart by the profiler: every stage has kernels, and they fit into the round."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench import stages
+from paceline.bench.round import run_round
+from paceline.config import EngineConfig
+from support.engines import GOLDEN
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_kernel_of_a_round_is_charged_to_a_stage() -> None:
+    engine = EngineConfig.of(
+        model=str(GOLDEN / "qwen3_tiny"),
+        device="cuda",
+        num_blocks=512,
+        max_num_seqs=4,
+        speculative_config={"model": str(GOLDEN / "dspark_tiny_b7"), "synthetic_accept_length": 3.0},
+    )
+    rows = {row["stage"]: row for row in run_round(engine, 2, 64, 4).results}
+    assert set(stages.STAGES) <= set(rows)
+    assert all(rows[stage]["kernels"] >= 1 and rows[stage]["ms"] > 0 for stage in stages.STAGES)
+    assert rows["round"]["kernels"] == pytest.approx(sum(rows[stage]["kernels"] for stage in stages.STAGES))
