@@ -16,7 +16,8 @@ from paceline.models.qwen3 import ForwardOutput
 from paceline.proving.drive import runner_of
 from paceline.runtime import passes
 from paceline.runtime.passes import PASS_ROWS, PASS_SEQS, PassSet, RowPass, smallest_pass
-from paceline.runtime.rows import StepRows
+from paceline.runtime.plan import Span
+from paceline.runtime.rows import StepRows, build_rows
 from paceline.sampling.params import SamplingParams
 from support.engines import GOLDEN, complete, tokens_of
 
@@ -82,3 +83,15 @@ def test_what_is_captured_first() -> None:
     while made.prepare():
         pass
     assert sorted(seen) == sorted((rows, seqs) for rows in PASS_ROWS for seqs in PASS_SEQS)
+
+
+def test_padding_belongs_to_nobody() -> None:
+    """The second filling leaves nothing of the first: no sequence, no place for K and V."""
+    runner = runner_of(round_core(None, 0))
+    state = runner.state
+    made = RowPass(16, 4, runner.model, runner.cache, state, (), 512)
+    for spans in ([Span(0, 5), Span(1, 6), Span(2, 3)], [Span(1, 2)]):
+        made.fill(build_rows(spans, state, runner._staging, 512))
+    assert made._row_start.tolist() == [0, 2, 2, 2, 2]
+    assert made._slots.tolist() == [1, state.spare, state.spare, state.spare]
+    assert made._kv_slots.tolist()[2:] == [-1] * 14

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.runtime.division import most
 from paceline.sampling import fixed
 from paceline.sampling.fixed import sample_fixed
+from paceline.sampling.processors import process, process_spans
 from paceline.sampling.sampler import SampleOutput, SampleRows, sample
 from paceline.sampling.state import FIXED_KINDS, FIXED_TOP, FixedKind, SamplingState
 
@@ -89,6 +90,23 @@ def test_every_combination_draws_and_reports_the_same(
                 (got.logprobs.logprobs, want.logprobs.logprobs),
             ):
                 assert a[row, columns].tolist() == b[i, columns].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_case(), width=st.integers(1, 4), penalty=st.sampled_from([0.0, 0.7]))
+def test_logits_of_a_span_are_processed_as_one_by_one(case: Case, width: int, penalty: float) -> None:
+    p = msgspec.structs.replace(case.params, frequency_penalty=penalty)
+    state = SamplingState(1, V, eos_token_ids=[EOS], device="cpu")
+    known = [1] * (width - 1) + case.tokens
+    state.set_slot(0, p, 0, min(case.prompt_len or 0, len(known)))
+    tokens = torch.tensor([known], dtype=torch.int32)
+    positions = torch.arange(len(known) - width, len(known))
+    rows = SampleRows(torch.zeros(width, dtype=torch.int64), positions, tokens, len(known))
+    want = normal(width, V, seed=1)
+    got = want.clone()
+    process(want, rows, state, state.features([0] * width))
+    process_spans(got, rows, tokens[:, -width:], state)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FIXED_KINDS)
