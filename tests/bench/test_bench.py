@@ -18,9 +18,10 @@ from paceline.bench.driver import Driver, Run, Step, random_prompts
 from paceline.bench.floor import floor_of, read_floor
 from paceline.bench.geometry import geometry_folder, geometry_names, plain, with_geometry
 from paceline.bench.latency import Shape, measure_latency, parse_shapes
-from paceline.bench.prefix import PrefixCases, measure_prefix
+from paceline.bench.prefix import PrefixCases, measure_prefix, run_prefix
 from paceline.bench.report import Column, Output, Plot, Report
 from paceline.bench.round import run_round, stage_rows
+from paceline.bench.speculation import run_speculation
 from paceline.bench.startup import measure_startup
 from paceline.bench.throughput import measure_throughput, parse_rates, percentile
 from paceline.cli.main import app
@@ -362,21 +363,45 @@ def test_percentiles() -> None:
     assert percentile([float(i) for i in range(101)], 99) == pytest.approx(99.0)
 
 
-def test_the_command_writes_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    words = [
-        "bench",
-        "latency",
-        "--model",
-        str(GOLDEN / "qwen3_tiny"),
-        "--device",
-        "cpu",
-        "--num-blocks",
-        "64",
-    ]
-    words += ["--batch-sizes", "1", "--lens", "8:8", "--repeats", "1", "--json", str(path)]
-    result = CliRunner().invoke(app, words)
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("latency --batch-sizes 1,2 --lens 8:8", 2),
+        ("throughput --num-requests 3 --input-len 8 --output-len 2 --request-rates 100,200", 2),
+        ("prefix --shared-requests 2 --shared-len 32 --tail-len 8 --output-len 4 --warm-len 32 --turns 2", 4),
+        ("round --context-len 16 --num-rounds 2", 8),
+    ],
+)
+def test_commands_write_their_files(
+    words: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("latency", "round"):
+        monkeypatch.setattr(f"paceline.bench.{module}.read_bandwidth", lambda device: 1e9)
+    path, plot = tmp_path / "results.json", tmp_path / "results.svg"
+    engine = ["--model", str(GOLDEN / "qwen3_tiny"), "--device", "cpu", "--num-blocks", "64"]
+    repeats = [] if words.startswith("round") else ["--repeats", "1"]
+    files = ["--json", str(path), "--plot", str(plot)]
+    result = CliRunner().invoke(app, ["bench", *words.split(), *engine, *repeats, *files])
     assert result.exit_code == 0, result.output
     stored = json.loads(path.read_text())
-    assert stored["bench"] == "latency" and len(stored["results"]) == 1
-    assert stored["settings"]["read_bytes_per_s"] > 0 and stored["machine"]["torch"]
+    assert stored["bench"] == words.split()[0] and len(stored["results"]) == rows
+    assert stored["settings"]["num_drafts"] == 0 and stored["machine"]["torch"]
+    assert plot.stat().st_size > 0
+
+
+def test_prefixes_are_measured_with_and_without_the_drafter() -> None:
+    report = run_prefix(options("dspark_tiny_b7"), PrefixCases(2, 32, 8, 6, 0, 1), repeats=1)
+    assert [row["drafter"] for row in report.results] == ["yes", "yes", "no", "no"]
+    assert report.results[0]["accept_length"] is not None and report.results[2]["accept_length"] is None
+
+
+def test_speculation_is_compared_on_real_prompts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def add(a, b):\n\nimport os\n")
+    engine = EngineConfig.of(device="cpu", num_blocks=256)
+    (row,) = run_speculation(engine, str(prompts), 12, 0.0, "2", repeats=1).results
+    assert row["equal"] and row["speedup"] > 0
+    with pytest.raises(ConfigError, match="There is no drafter"):
+        run_speculation(plain(engine), None, 12, 0.0, "2", repeats=1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_speculation(engine, str(tmp_path / "none"), 12, 0.0, "2", repeats=1)
