@@ -49,6 +49,7 @@ def with_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(drafter.config, anchor_first=not drafter.config.anchor_first), drafter.target
         )
         changed.load_state_dict(drafter.state_dict())
+        changed.freeze()
         return changed
 
     monkeypatch.setattr("paceline.runtime.build.load_drafter", wrong)
