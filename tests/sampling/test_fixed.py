@@ -205,3 +205,48 @@ def test_lists_as_long_as_they_may_be() -> None:
         logits[0, best] = 3.0
         drawn = sample(logits, rows, state, state.features([0])).tokens.item()
         assert (drawn == best) == expected, best
+
+
+@pytest.mark.gpu
+def test_a_device_draws_what_the_cpu_draws() -> None:
+    """Captured as a graph, with every parameter; equal but for near ties."""
+    vocab_size, width = 151936, 4
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0, "frequency_penalty": 0.7},
+        {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+        {"top_p": 0.8, "logit_bias": {5: 3.0}},
+        {"min_p": 0.05, "bad_words_ids": [[2, 3], [7]]},
+        {"allowed_token_ids": list(range(0, 9000, 3)), "top_k": 2000},
+        {"min_tokens": 9, "repetition_penalty": 1.2},
+    ]
+    raw = normal(len(ways) * width, vocab_size, seed=2)
+    drawn = []
+    for device in ("cpu", "cuda"):
+        state = SamplingState(len(ways), vocab_size, eos_token_ids=[EOS], device=device)
+        for slot, way in enumerate(ways):
+            state.set_slot(slot, params(**way), slot, 2)
+        tokens = torch.arange(8, dtype=torch.int32, device=device).expand(len(ways), -1).contiguous()
+        slots = torch.arange(len(ways), dtype=torch.int32, device=device).repeat_interleave(width)
+        positions = torch.arange(2, 2 + width, dtype=torch.int32, device=device).repeat(len(ways))
+        rows = SampleRows(slots, positions, tokens, 8)
+        fed = tokens[:, 2 : 2 + width]
+        logits = raw.to(device)
+        if device == "cpu":
+            drawn.append(sample_fixed(logits.clone(), rows, fed, state, "full"))
+            continue
+        sample_fixed(logits.clone(), rows, fed, state, "full")  # compiles
+        graph = torch.cuda.CUDAGraph()
+        work = logits.clone()
+        with torch.cuda.graph(graph):
+            output = sample_fixed(work, rows, fed, state, "full")
+        work.copy_(logits)
+        graph.replay()
+        torch.cuda.synchronize()
+        drawn.append(output)
+    here, there = drawn
+    same = here.tokens == there.tokens.cpu()
+    assert (~same).sum() <= 1, (here.tokens, there.tokens)
+    assert here.logprobs is not None and there.logprobs is not None
+    torch.testing.assert_close(
+        here.logprobs.logprobs[same], there.logprobs.logprobs.cpu()[same], rtol=0, atol=1e-4
+    )
