@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -140,9 +141,24 @@ class Driver:
         return started
 
     def drain(self) -> None:
-        """Let what is still in flight end."""
+        """Run every open request to its end, and let what is still in flight end."""
+        while self._open:
+            self.step()
         while self.core.has_work:
             self.core.step()
+
+    def run_recorded(
+        self, prompts: Sequence[Sequence[int]], output_len: int, recording: AbstractContextManager[None]
+    ) -> None:
+        """Run prompts to their ends; ``recording`` is entered while every one of them decodes."""
+        states = [self.submit(prompt, output_len) for prompt in prompts]
+        started = 0
+        while started < len(states):
+            started += self.step()
+        with recording:
+            while not any(state.finished for state in states):
+                self.step()
+        self.drain()
 
     def run(self, prompts: Sequence[Sequence[int]], output_len: int, rate: float | None = None) -> Run:
         """Run prompts to their ends.

@@ -148,14 +148,12 @@ def _record(
         driver.run(prompts, output_len)
         if runner.device.type == "cuda":
             profiler = stages.ProfilerRecorder()
-            with profiler.profiled():
-                driver.run(prompts, output_len)
+            driver.run_recorded(prompts, output_len, profiler.profiled())
             rounds = profiler.num_rounds
             kernels = {stage: count / rounds for stage, count in profiler.kernels.items()}
             return {stage: taken / rounds for stage, taken in profiler.seconds.items()}, kernels
         clock = stages.ClockRecorder()
-        with clock.active():
-            driver.run(prompts, output_len)
+        driver.run_recorded(prompts, output_len, clock.active())
         return {stage: taken / clock.num_rounds for stage, taken in clock.seconds.items()}, {}
     finally:
         runner.rounds = served
