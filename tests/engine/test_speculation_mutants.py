@@ -169,6 +169,7 @@ def with_config(change: Callable[[DrafterConfig], DrafterConfig]) -> Callable[..
         drafter = load(*args, **kwargs)
         changed = Drafter(change(drafter.config), drafter.target)
         changed.load_state_dict(drafter.state_dict())
+        changed.freeze()
         return changed
 
     return loader
