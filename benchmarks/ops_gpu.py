@@ -32,6 +32,7 @@ from paceline.ops.triton import attention as triton_attention
 
 HIDDEN, INTERMEDIATE = 2560, 9728
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+VOCAB, MARKOV_RANK = 151936, 256
 EPS = 1e-6
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -229,6 +230,35 @@ def qk_case(num_rows: int, dtype: torch.dtype, size: int) -> Case:
     )
 
 
+def draft_case(num_rows: int, dtype: torch.dtype) -> Case:
+    """One slot of DSpark's chain: the op's choice is scored in float64, and must score the most."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    logits, table = tensor(num_rows, VOCAB, dtype=dtype), tensor(VOCAB, MARKOV_RANK, dtype=dtype)
+    weight, rows = tensor(VOCAB, MARKOV_RANK, dtype=dtype), torch.randint(VOCAB, (num_rows,), device=DEVICE)
+    low_rank = ops.LowRank(table, rows, weight)
+
+    def scores() -> Tensor:
+        return logits.double() + table[rows].double() @ weight.double().T
+
+    def chosen() -> tuple[Tensor, ...]:
+        return (scores().gather(1, ops.draft_argmax(logits, low_rank)[:, None]),)
+
+    def run() -> tuple[Tensor, ...]:
+        ops.draft_argmax(logits, low_rank)
+        return ()
+
+    return Case(
+        "draft_argmax",
+        f"R={num_rows}",
+        run,
+        lambda: (scores().amax(1, keepdim=True),),
+        (VOCAB * MARKOV_RANK + num_rows * VOCAB) * size,
+        flops=2 * num_rows * VOCAB * MARKOV_RANK,
+        peer=lambda: (logits.float() + F.linear(table[rows], weight).float()).argmax(-1),
+        effects=chosen,
+    )
+
+
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, verify spans, prefill chunks and a mixed step."""
     decode = {
@@ -358,10 +388,12 @@ def sweep(case: Case, timer: Timer) -> list[dict[str, object]]:
     timings: list[dict[str, object]] = []
     tiles = {chosen.block_m, 64} if chosen.block_m == 128 else {chosen.block_m}
     splits = sorted({max(1, int(chosen.num_splits * f)) for f in (0.5, 1, 2)} | {1})
-    for block_m, block_n, num_splits, warps, stages in itertools.product(
-        tiles, (32, 64, 128), splits, (chosen.num_warps // 2, chosen.num_warps), (2, 3, 4)
+    for block_m, block_n, num_splits, warps, stages, split_keys in itertools.product(
+        tiles, (32, 64, 128), splits, (chosen.num_warps // 2, chosen.num_warps), (2, 3, 4), (64, 128, 256)
     ):
-        config = triton_attention.AttentionConfig(block_m, block_n, num_splits, warps, stages)
+        if num_splits == 1 and split_keys != chosen.split_keys:
+            continue
+        config = triton_attention.AttentionConfig(block_m, block_n, num_splits, warps, stages, split_keys)
         try:
             took = timer.cold_us(lambda config=config: scene.run(config))  # type: ignore[misc]
         except Exception as error:  # a tile that does not fit in shared memory
@@ -385,7 +417,9 @@ def main() -> int:
     torch.manual_seed(0)
     dtype, timer = getattr(torch, args.dtype), Timer(args.repeats)
     cases = itertools.chain(
-        *(rowwise_cases(num_rows, dtype) for num_rows in (1, 8, 64, 1024, 8192)), attention_cases(dtype)
+        *(rowwise_cases(num_rows, dtype) for num_rows in (1, 8, 64, 1024, 8192)),
+        (draft_case(num_rows, dtype) for num_rows in (1, 8, 64, 128)),
+        attention_cases(dtype),
     )
     began = time.perf_counter()
     results, sweeps = [], {}

@@ -34,7 +34,7 @@ from paceline.models.drafter_dialects import load_drafter_config
 from paceline.ops.choices import MatmulConfig, Op, cache_path, dump
 from paceline.ops.triton.matmul import matmul
 
-ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
+ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 DEVICE = torch.device("cuda")
 PAST_CACHE = 256 << 20  # bytes of weights between two uses of the same: five times an H200's L2
 SHARED_MEMORY = 220 << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -414,6 +415,37 @@ if not INTERPRETED:
             captured.fill_(torch.nan)
             graph.replay()
             assert torch.equal(captured, eager)
+
+    @pytest.mark.parametrize("shape", [(5, 320), (2, 40, 320)])
+    def test_products_by_our_kernel_are_the_librarys(
+        monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+    ) -> None:
+        """Each op with a table that always names a kernel, and with one that never does."""
+        from paceline import ops
+
+        module = importlib.import_module("paceline.ops.linear")  # the package's attribute is the function
+        dtype = torch.bfloat16
+        x, wide, narrow = (
+            random(*size, dtype=dtype) / size[-1] ** 0.5 for size in (shape, (640, 320), (320, 320))
+        )
+        residual, norm, bias = random(*shape, dtype=dtype), random(320, dtype=dtype), random(320, dtype=dtype)
+
+        def run() -> list[Tensor]:
+            parts = ops.linear_parts(x, narrow)
+            assert parts.shape == ((3, *shape) if named else shape)
+            return [
+                ops.linear(x, narrow, bias),
+                ops.linear_silu_mul(x, wide),
+                *ops.add_rms_norm(parts, residual, norm, EPS),
+                ops.linear_parts(x, narrow, bias),
+            ]
+
+        results = []
+        for named in (MatmulConfig(16, 64, 64, splits=3, swap=True), None):
+            monkeypatch.setattr(module, "choose", lambda *_, named=named: named)
+            results.append(run())
+        for ours, library in zip(*results, strict=True):
+            close(ours, library)
 
     def test_gradients_flow_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         from paceline import ops

@@ -41,8 +41,10 @@ MIN_SPLIT_KEYS = 128
 CHUNK_KEYS = 512
 """Keys of a chunk in deterministic attention."""
 
-CHUNK_PROGRAMS = 1024
-"""Deterministic attention gives each chunk its own program while there are no more tiles than this."""
+CHUNK_PROGRAMS = 8192
+"""Deterministic attention gives each chunk its own program while there are no more of them than this: each
+leaves 32 KiB of partial results.
+"""
 
 _LOG2_E = 1.4426950408889634
 
@@ -320,7 +322,7 @@ def fixed_config(
     return AttentionConfig(
         block_m=block_m,
         block_n=block_n,
-        num_splits=1 if tiles > CHUNK_PROGRAMS else chunks,
+        num_splits=1 if tiles * chunks > CHUNK_PROGRAMS else chunks,
         num_warps=4,
         num_stages=2,
         chunk_keys=CHUNK_KEYS,

@@ -23,6 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
 
+GROUP_ROWS = tl.constexpr(16)
+"""Tiles of rows that pass the weights together: 2,048 rows of Qwen3-4B take a fifth of an H200's L2 cache."""
+
 
 @triton.jit
 def _load(source, at, first, k, depth, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
@@ -92,9 +95,13 @@ def _matmul_kernel(
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)  # neighbours share a weight tile, through the L2 cache
-    first_row = tile % row_tiles * BLOCK_M
-    first_column = tile // row_tiles * BLOCK_N
+    # neighbours share a weight tile, and those of a group the rows, through the L2 cache
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    group_tiles = GROUP_ROWS * tl.cdiv(width, BLOCK_N)
+    group_row = tile // group_tiles * GROUP_ROWS
+    group_rows = tl.minimum(row_tiles - group_row, GROUP_ROWS)
+    first_row = (group_row + tile % group_tiles % group_rows) * BLOCK_M
+    first_column = tile % group_tiles // group_rows * BLOCK_N
     row = first_row + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # beyond the edges the last row is read again: what it yields is not stored
