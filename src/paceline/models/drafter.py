@@ -302,6 +302,11 @@ class Drafter(nn.Module):
         eps = self.config.layers.rms_norm_eps
         ops.kv_norm_rope_write(kv, self._k_norms, eps, self.rope(), positions, kv_slots, cache.k, cache.v)
 
+    def block_tokens(self, anchors: Tensor) -> Tensor:
+        """What blocks are fed: int [*blocks] -> [*blocks, W], the anchor and mask tokens."""
+        slot = torch.arange(self.config.block_size, device=anchors.device)
+        return torch.where(slot == 0, anchors[..., None], self.config.mask_token_id)
+
     def forward(self, anchors: Tensor, starts: Tensor, context: AttentionContext) -> Tensor:
         """The parallel pass over blocks [anchor, mask, mask, ...].
 
@@ -313,10 +318,8 @@ class Drafter(nn.Module):
         Returns:
             [*blocks, W, d] after the final norm, for every slot.
         """
-        width = self.config.block_size
-        slot = torch.arange(width, device=anchors.device)
-        tokens = torch.where(slot == 0, anchors[..., None], self.config.mask_token_id)  # [*blocks, W]
-        positions = starts[..., None] + slot
+        tokens = self.block_tokens(anchors)
+        positions = starts[..., None] + torch.arange(self.config.block_size, device=anchors.device)
         cos_sin = self.rope()
         layers = self.draft_layers()
         norms = [*(layer.input_layernorm for layer in layers), self.norm]

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
-from paceline.models.drafter import Drafter
+from paceline.models.drafter import Drafter, DraftSlots
 from paceline.ops import RowLayout, RowNoise
 from paceline.runtime.acceptance import synthetic_accepted
 from paceline.runtime.captures import CaptureStore
+from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.state import SlotState, cache_slots
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
@@ -36,6 +37,7 @@ class DraftStage:
         window: the drafter attends to so many last tokens only; None for no limit.
         captures: the store of tap rows, [capture slots, P, n * d]; None for paged draft state.
         synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
+        few_rows: runs the drafter's pass where it fits; None never.
 
     Attributes:
         capture_rows: the store of tap rows.
@@ -51,7 +53,9 @@ class DraftStage:
         window: int | None = None,
         captures: Tensor | None = None,
         synthetic_rate: float | None = None,
+        few_rows: FewRows | None = None,
     ) -> None:
+        self._few_rows = few_rows
         self.drafter = drafter
         self.cache = cache
         self.num_drafts = num_drafts
@@ -147,12 +151,26 @@ class DraftStage:
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
         flat = slots.long() * state.tokens.shape[1] + starts
         anchors = state.tokens.view(-1)[flat]
-        context = PagedContext(self.cache, self._layout(slots, starts, count, max_context, unreserved))
-        slots_out = self.drafter.slots(self.drafter(anchors, starts, context), self.num_drafts)
+        layout = self._layout(slots, starts, count, max_context, unreserved)
+        slots_out = self._draft_slots(anchors, starts, count, layout)
         drafts = self.drafter.draft(slots_out, anchors, self._noise(slots, starts) if noise else None)
         offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
         target = flat[:, None] + offsets  # [N, g]
         state.tokens.view(-1).index_copy_(0, target.view(-1), drafts.view(-1).to(torch.int32))
+
+    def _draft_slots(self, anchors: Tensor, starts: Tensor, count: int, layout: RowLayout) -> DraftSlots:
+        """The parallel pass over ``count`` blocks: their slots that are drafts."""
+        few_rows = None if self._few_rows is None else self._few_rows.draft(count)
+        if few_rows is None:
+            hidden = self.drafter(anchors, starts, PagedContext(self.cache, layout))
+            return self.drafter.slots(hidden, self.num_drafts)
+        hidden, logits = few_rows(self.drafter.block_tokens(anchors).view(-1), layout)
+        first = self.drafter.config.first_slot
+        last = first + self.num_drafts
+        return DraftSlots(
+            hidden.view(count, self._width, -1)[:, first:last],
+            logits.view(count, self._width, -1)[:, first:last],
+        )
 
     def _layout(
         self,

@@ -26,6 +26,7 @@ from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.runtime.division import MAX_FULL_SEQS
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundOutput, RoundShape
 from paceline.runtime.staging import Staging
@@ -104,7 +105,7 @@ class RoundSet:
     """All rounds of an engine, and which of a step's spans they can run.
 
     Args:
-        model, cache, state, drafting, max_model_len: as for :class:`DecodeRound`.
+        model, cache, state, drafting, max_model_len, few_rows: as for :class:`DecodeRound`.
         max_num_seqs: slots.
         capture: make CUDA graphs of a few sizes; else make rounds of any size when they are needed.
 
@@ -125,12 +126,19 @@ class RoundSet:
         max_num_seqs: int,
         max_model_len: int,
         capture: bool,
+        few_rows: FewRows | None = None,
     ) -> None:
         self.captured = capture
         self._state = state
         self._num_drafts = 0 if drafting is None else drafting.num_drafts
         self._make = partial(
-            DecodeRound, model=model, cache=cache, state=state, drafting=drafting, max_model_len=max_model_len
+            DecodeRound,
+            model=model,
+            cache=cache,
+            state=state,
+            drafting=drafting,
+            max_model_len=max_model_len,
+            few_rows=few_rows,
         )
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}

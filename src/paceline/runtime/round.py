@@ -20,6 +20,7 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import RowLayout
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.few_rows import FewRows
 from paceline.runtime.state import SlotState
 from paceline.sampling.fixed import sample_fixed
 from paceline.sampling.sampler import LogprobTensors, SampleRows
@@ -68,6 +69,7 @@ class DecodeRound:
         state: the slots; the spare one stands in where there is no sequence.
         drafting: the drafter, when there is one.
         max_model_len: longest sequence in tokens.
+        few_rows: runs the target's pass where it fits; None never.
 
     Attributes:
         inputs: [3, N] int32 on the device, to be filled before each call: slot; number of drafts, -1 where
@@ -82,6 +84,7 @@ class DecodeRound:
         state: SlotState,
         drafting: DraftStage | None,
         max_model_len: int,
+        few_rows: FewRows | None = None,
     ) -> None:
         device = state.device
         n, width = shape.num_seqs, shape.num_drafts + 1
@@ -90,6 +93,7 @@ class DecodeRound:
         self.inputs[0] = state.spare
         self.inputs[1] = -1
         self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
+        self._few_rows = None if few_rows is None else few_rows.target(n, width)
         self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
         self._offset = torch.arange(width, dtype=torch.int32, device=device)
@@ -102,11 +106,7 @@ class DecodeRound:
         slots, drafts, propose = self.inputs.unbind(0)
         layout, tokens = self._rows(slots, drafts)
         drafting = self._drafting
-        taps = () if drafting is None else drafting.taps
-        hidden, tapped = self._model(tokens, layout.positions, PagedContext(self._cache, layout), taps)
-        if drafting is not None and tapped is not None:
-            drafting.write_context(tapped, layout)
-        logits = self._model.logits(hidden).float()  # [N * (K + 1), V]
+        logits = self._forward(tokens, layout)  # [N * (K + 1), V]
         rows = SampleRows(
             slots[self._row_seq], layout.positions, self._state.tokens, self._state.tokens.shape[1]
         )
@@ -126,6 +126,20 @@ class DecodeRound:
                 unreserved=propose == 0,
             )
         return RoundOutput(sampled, accepted, drawn.logprobs)
+
+    def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
+        """Logits of the rows, fp32; the drafter's context is written on the way."""
+        drafting, few_rows = self._drafting, self._few_rows
+        if few_rows is not None:
+            logits = few_rows(tokens, layout)
+            if drafting is not None and few_rows.taps is not None and not few_rows.writes_context:
+                drafting.write_context(few_rows.taps, layout)
+            return logits
+        taps = () if drafting is None else drafting.taps
+        hidden, tapped = self._model(tokens, layout.positions, PagedContext(self._cache, layout), taps)
+        if drafting is not None and tapped is not None:
+            drafting.write_context(tapped, layout)
+        return self._model.logits(hidden).float()
 
     def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
         """The rows' layout and the tokens they are fed, [N * (K + 1)]."""

@@ -19,6 +19,7 @@ from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.passes import PassSet, RowPass
 from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
@@ -93,6 +94,9 @@ class Runner:
         lookahead = 0 if drafter is None else 2 * max(drafter.config.block_size, num_drafts)
         self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, lookahead)
         self.drafting: DraftStage | None = None
+        few_rows = None
+        if rounds != "none" and FewRows.runs_on(model, self.block_size):
+            few_rows = FewRows(model, cache, drafter, draft_cache, paged=captures is None)
         if drafter is not None and draft_cache is not None:
             self.drafting = DraftStage(
                 drafter,
@@ -102,6 +106,7 @@ class Runner:
                 window=draft_window,
                 captures=captures,
                 synthetic_rate=synthetic_rate,
+                few_rows=few_rows,
             )
         self.device = device
         self._staging = Staging(16384, device)
@@ -115,6 +120,7 @@ class Runner:
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 capture=rounds == "captured",
+                few_rows=few_rows,
             )
         self.passes: PassSet | None = None
         if self.rounds is not None and self.rounds.captured:

@@ -1,0 +1,329 @@
+"""Forward passes of a few rows through one persistent kernel (``ops/persistent``).
+
+The same mathematics as :mod:`paceline.models`, which stays the reference: weights, caches and layouts are
+theirs. What changes is that a whole pass is one launch, during which memory is never idle.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from paceline import ops
+from paceline.models.attention import AttentionSpec, KVCache
+from paceline.models.config import Qwen3Config
+from paceline.models.drafter import Drafter
+from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
+from paceline.ops import RowLayout
+from paceline.ops.persistent.program import (
+    HEAD_DIM,
+    KEYS,
+    MAX_QUERIES,
+    MAX_ROWS,
+    AttentionShape,
+    Machine,
+    Program,
+    matrices_fit,
+)
+
+
+class Workspace:
+    """Activations of a pass of at most ``MAX_ROWS`` rows, shared by all passes of an engine."""
+
+    def __init__(self, model: Qwen3ForCausalLM, drafter: Drafter | None) -> None:
+        weight = model.embed_tokens.weight
+        self.machine = Machine(weight.device)
+        configs = [model.config, *([drafter.config.layers] if drafter is not None else [])]
+
+        def rows(width: int, dtype: torch.dtype = weight.dtype) -> Tensor:
+            return torch.zeros(MAX_ROWS, width, dtype=dtype, device=weight.device)
+
+        self.residual = rows(model.config.hidden_size)
+        self.qkv = rows(max(c.q_size + 2 * c.kv_size for c in configs))
+        self.attended = rows(max(c.q_size for c in configs))
+        self.inner = rows(max(c.intermediate_size for c in configs))
+        self.logits = rows(model.config.vocab_size, torch.float32)
+        if drafter is not None:
+            self.taps = rows(len(drafter.config.tap_layer_ids) * model.config.hidden_size)
+            self.features = rows(model.config.hidden_size)
+            self.context = rows(drafter.config.layers.num_hidden_layers * 2 * drafter.config.layers.kv_size)
+
+
+def view(buffer: Tensor, num_rows: int, width: int) -> Tensor:
+    """The first ``num_rows * width`` elements of a buffer as [num_rows, width]."""
+    return buffer.view(-1)[: num_rows * width].view(num_rows, width)
+
+
+def add_layer(
+    program: Program,
+    space: Workspace,
+    *,
+    spec: AttentionSpec,
+    qkv_weight: Tensor,
+    input_norm: RMSNorm,
+    q_norm: RMSNorm,
+    k_norm: RMSNorm,
+    o_proj: Linear,
+    post_norm: RMSNorm,
+    mlp: MLP,
+    caches: tuple[Tensor, Tensor],
+    tap: Tensor | None,
+) -> None:
+    """Append one decoder layer's phases; the residual stream is ``space.residual``."""
+    n = program.num_rows
+    residual = space.residual[:n]
+    qkv = view(space.qkv, n, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+    attended = view(space.attended, n, spec.num_heads * spec.head_dim)
+    inner = view(space.inner, n, mlp.down_proj.in_features)
+    program.matmul(qkv_weight, residual, qkv, norm=input_norm.weight)
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.bidirectional)
+    program.attention(shape, qkv, attended, (q_norm.weight, k_norm.weight), caches)
+    program.matmul(o_proj.weight, attended, residual, add=True)
+    program.swiglu(mlp.gate_up_proj.weight, residual, inner, norm=post_norm.weight)
+    program.matmul(mlp.down_proj.weight, inner, residual, add=True, tap=tap)
+
+
+class TargetPass:
+    """The target's forward over ``num_seqs`` spans of ``span`` rows, logits and all.
+
+    Args:
+        model, cache: the target and its K/V.
+        space: activations.
+        num_seqs, span: rows.
+        drafter: whose taps are kept; None for none.
+        draft_cache: where their draft K/V is written; None leaves that to the caller.
+
+    Attributes:
+        taps: [R, n * d] of the last pass, with a drafter.
+        writes_context: whether the pass writes their draft K/V.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        cache: KVCache,
+        space: Workspace,
+        num_seqs: int,
+        span: int,
+        drafter: Drafter | None = None,
+        draft_cache: KVCache | None = None,
+    ) -> None:
+        config = model.config
+        self._model, self._space = model, space
+        self._num_rows = n = num_seqs * span
+        self._program = program = Program(
+            space.machine,
+            num_seqs,
+            span,
+            eps=config.rms_norm_eps,
+            block_size=cache.k.shape[2],
+            num_kv_heads=config.num_key_value_heads,
+            cos_sin=model.rope(),
+        )
+        taps = [] if drafter is None else list(drafter.config.tap_layer_ids)
+        d = config.hidden_size
+        self.taps = None if drafter is None else view(space.taps, n, len(taps) * d)
+        for i, layer in enumerate(model.decoder_layers()):
+            attention = layer.self_attn
+            tap = None
+            if i in taps and self.taps is not None:
+                tap = self.taps[:, taps.index(i) * d : (taps.index(i) + 1) * d]
+            add_layer(
+                program,
+                space,
+                spec=attention.spec,
+                qkv_weight=attention.qkv_proj.weight,
+                input_norm=layer.input_layernorm,
+                q_norm=attention.q_norm,
+                k_norm=attention.k_norm,
+                o_proj=attention.o_proj,
+                post_norm=layer.post_attention_layernorm,
+                mlp=layer.mlp,
+                caches=(cache.k[i], cache.v[i]),
+                tap=tap,
+            )
+        self.writes_context = draft_cache is not None
+        self.logits = view(space.logits, n, config.vocab_size)
+        program.matmul(model.lm_head.weight, space.residual[:n], self.logits, norm=model.norm.weight)
+        if drafter is not None and draft_cache is not None and self.taps is not None:
+            program.independent()
+            self._add_context(program, drafter, draft_cache, self.taps)
+        program.seal()
+
+    def _add_context(self, program: Program, drafter: Drafter, cache: KVCache, taps: Tensor) -> None:
+        space, n, shape = self._space, self._num_rows, drafter.config.layers
+        features = space.features[:n]
+        program.matmul(drafter.fc.weight, taps, features)
+        width = 2 * shape.kv_size
+        context = view(space.context, n, shape.num_hidden_layers * width)
+        layers = drafter.draft_layers()
+        parts = [context[:, i * width : (i + 1) * width] for i in range(len(layers))]
+        for i, part in enumerate(parts):
+            weight = drafter.qkv_proj[i, shape.q_size :]
+            program.matmul(weight, features, part, norm=drafter.hidden_norm.weight)
+            if i + 1 < len(parts):
+                program.independent()
+        for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
+            caches = (cache.k[i], cache.v[i])
+            program.write_context(
+                shape.num_key_value_heads, part, layer.k_norm.weight, caches, drafter.rope()
+            )
+            if i + 1 < len(parts):
+                program.independent()
+
+    def __call__(self, tokens: Tensor, layout: RowLayout) -> Tensor:
+        """Logits [R, V] fp32, rounded to the weights' dtype as the layered pass rounds them; overwritten by
+        the next pass.
+
+        Args:
+            tokens: [R] integer.
+            layout: their rows, ``span`` of each sequence.
+        """
+        torch.index_select(
+            self._model.embed_tokens.weight, 0, tokens, out=self._space.residual[: self._num_rows]
+        )
+        self._program(layout)
+        return self.logits
+
+
+class DraftPass:
+    """The drafter's parallel pass over ``num_seqs`` blocks.
+
+    Args:
+        drafter, cache: the drafter and its K/V.
+        space: activations.
+        num_seqs: blocks.
+    """
+
+    def __init__(self, drafter: Drafter, cache: KVCache, space: Workspace, num_seqs: int) -> None:
+        config, shape = drafter.config, drafter.config.layers
+        self._drafter, self._space = drafter, space
+        self._num_rows = n = num_seqs * config.block_size
+        self._program = program = Program(
+            space.machine,
+            num_seqs,
+            config.block_size,
+            eps=shape.rms_norm_eps,
+            block_size=cache.k.shape[2],
+            num_kv_heads=shape.num_key_value_heads,
+            cos_sin=drafter.rope(),
+        )
+        for i, layer in enumerate(drafter.draft_layers()):
+            add_layer(
+                program,
+                space,
+                spec=layer.spec,
+                qkv_weight=drafter.qkv_proj[i],
+                input_norm=layer.input_layernorm,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                o_proj=layer.o_proj,
+                post_norm=layer.post_attention_layernorm,
+                mlp=layer.mlp,
+                caches=(cache.k[i], cache.v[i]),
+                tap=None,
+            )
+        head = drafter.target.lm_head if drafter.lm_head is None else drafter.lm_head
+        self._logits = view(space.logits, n, config.draft_vocab_size)
+        program.matmul(head.weight, space.residual[:n], self._logits, norm=drafter.norm.weight)
+        program.seal()
+
+    def __call__(self, tokens: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+        """Hidden states [R, d] after the final norm and logits [R, draft vocabulary] fp32.
+
+        Args:
+            tokens: [R], the blocks' anchors and mask tokens.
+            layout: their rows.
+        """
+        residual = self._space.residual[: self._num_rows]
+        torch.index_select(self._drafter.target.embed_tokens.weight, 0, tokens, out=residual)
+        self._program(layout)
+        return ops.rms_norm(residual, self._drafter.norm.weight, self._drafter.norm.eps), self._logits
+
+
+class FewRows:
+    """The passes of one engine, made as rounds ask for them.
+
+    Args:
+        model, cache: the target and its K/V.
+        drafter, draft_cache: the drafter and its K/V; None for none.
+        paged: whether the draft K/V lies in the target's blocks; the target's pass then writes it.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        cache: KVCache,
+        drafter: Drafter | None = None,
+        draft_cache: KVCache | None = None,
+        *,
+        paged: bool = True,
+    ) -> None:
+        self._model, self._cache = model, cache
+        self._drafter, self._draft_cache, self._paged = drafter, draft_cache, paged
+        self._space = Workspace(model, drafter)
+        self._drafts: dict[int, DraftPass] = {}
+
+    @staticmethod
+    def runs_on(model: Qwen3ForCausalLM, block_size: int) -> bool:
+        """Whether the kernel can be used at all: compute capability 9.0 or more, bf16, head dimension 128, no
+        biases, no windows, and no promise of the same bits from passes of any size.
+        """
+        weight, config = model.embed_tokens.weight, model.config
+        return (
+            weight.is_cuda
+            and weight.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+            and find_spec("cuda.bindings") is not None
+            and block_size % KEYS == 0
+            and config.head_dim == HEAD_DIM
+            and not config.attention_bias
+            and not any(layer.self_attn.spec.deterministic for layer in model.decoder_layers())
+            and all(window is None for window in config.windows)
+        )
+
+    def target(self, num_seqs: int, span: int) -> TargetPass | None:
+        """The target's pass over spans; None when they do not fit the kernel."""
+        config, drafter = self._model.config, self._drafter
+        if not self._fits(num_seqs, span, config):
+            return None
+        return TargetPass(
+            self._model,
+            self._cache,
+            self._space,
+            num_seqs,
+            span,
+            drafter,
+            self._draft_cache if self._paged and drafter is not None and self._drafter_fits() else None,
+        )
+
+    def draft(self, num_seqs: int) -> DraftPass | None:
+        """The drafter's pass over blocks; None when they do not fit the kernel."""
+        drafter, cache = self._drafter, self._draft_cache
+        if drafter is None or cache is None or not self._drafter_fits():
+            return None
+        if not self._fits(num_seqs, drafter.config.block_size, drafter.config.layers):
+            return None
+        if num_seqs not in self._drafts:
+            self._drafts[num_seqs] = DraftPass(drafter, cache, self._space, num_seqs)
+        return self._drafts[num_seqs]
+
+    def _drafter_fits(self) -> bool:
+        drafter = self._drafter
+        return (
+            drafter is not None
+            and drafter.config.layers.head_dim == HEAD_DIM
+            and drafter.qkv_bias is None
+            and all(layer.spec.window is None for layer in drafter.draft_layers())
+        )
+
+    def _fits(self, num_seqs: int, span: int, config: Qwen3Config) -> bool:
+        grid, kv_heads = self._space.machine.grid, config.num_key_value_heads
+        return (
+            num_seqs * span <= MAX_ROWS
+            and config.num_attention_heads // kv_heads * span <= MAX_QUERIES
+            and num_seqs * kv_heads <= grid
+            and matrices_fit(config.hidden_size, [config.intermediate_size, config.q_size], grid)
+        )
