@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli import main
 from paceline.config import EngineConfig
-from paceline.engine.messages import EngineStats
+from paceline.engine.messages import EngineStats, PlannerStats
 from paceline.observability.metrics import Metrics
 from paceline.sampling.params import SamplingParams
 from paceline.server import schema
@@ -145,9 +145,18 @@ def test_every_request_field_is_documented(kind: type[schema.SamplingFields]) ->
         assert f"`{field}`" in text_of(SERVE), field
 
 
+STATS = EngineStats(
+    accepted_per_position=[1],
+    accept_lengths=[1, 1],
+    draft_state={"hits": 1},
+    planner=PlannerStats(rounds=[(7, "drafts pay", 1)], survival=[0.5]),
+)
+"""Everything that makes a family of metrics appear."""
+
+
 def test_metrics_documented_are_those_exposed() -> None:
     metrics = Metrics("m")
-    metrics.update(EngineStats(accepted_per_position=[1], accept_lengths=[1, 1], draft_state={"hits": 1}))
+    metrics.update(STATS)
     metrics.finished("stop")
     exposed = {family.name.partition(":")[2] for family in metrics.collect()}
     documented = set()

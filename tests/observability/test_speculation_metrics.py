@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.engine.messages import EngineRequest, EngineStats, SequenceOutput
+from paceline.engine.messages import EngineRequest, EngineStats, PlannerStats, SequenceOutput
 from paceline.engine.outputs import BONUS, PLAIN, RequestMetrics
 from paceline.observability import Metrics
 from paceline.observability.logs import StatsLine
@@ -157,3 +157,26 @@ def test_origins_agree_with_the_tokens_and_a_stop_string_cuts_them(drafting: Api
         (cut,) = state.outputs
         assert cut.finish_reason == "stop" and len(cut.origins) == len(cut.token_ids)
         assert state.metrics.num_accepted_tokens == sum(origin > 0 for origin in cut.origins)
+
+
+def test_planner_families() -> None:
+    metrics = Metrics("m")
+    planner = PlannerStats(
+        rounds=[(7, "drafts pay", 3), (0, "exploring", 1)],
+        expected_tokens=12.5,
+        realised_tokens=11,
+        survival=[0.5, 0.25],
+    )
+    metrics.update(EngineStats(accepted_per_position=[1, 1], accept_lengths=[0, 1, 1], planner=planner))
+    prefix = "paceline:spec_decode_"
+    found = {
+        (sample.name.removeprefix(prefix), sample.labels.get("drafts", sample.labels.get("position"))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name.startswith(prefix)
+    }
+    assert found["planned_rounds_total", "7"] == 3 and found["planned_rounds_total", "0"] == 1
+    assert found["expected_tokens_total", None] == 12.5 and found["realised_tokens_total", None] == 11
+    assert found["survival", "0"] == 0.5 and found["survival", "1"] == 0.25

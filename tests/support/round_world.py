@@ -12,7 +12,7 @@ from paceline.speculation.survival import Survival
 
 NUM_DRAFTS = 7
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-TIERS = {size: (7,) if size * 8 <= 64 else (1, 3, 7) for size in SIZES}
+TIERS = {size: (7,) if size < 16 else (3, 7) if size < 24 else (1, 3, 7) for size in SIZES}
 CONTEXT = 256
 
 

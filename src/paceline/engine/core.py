@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 
 from paceline.cache import BlockPool, SequenceBlocks
-from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, SequenceOutput
+from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, PlannerStats, SequenceOutput
 from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, EngineDeadError, RequestError
@@ -278,6 +278,14 @@ class EngineCore:
         stats.accept_lengths = list(speculation.accept_lengths)
         stats.draft_refusals = dict(speculation.refused)
         stats.draft_state = dict(speculation.draft_state)
+        planner = self.scheduler.planner
+        if planner is not None:
+            stats.planner = PlannerStats(
+                rounds=[(depth, reason, count) for (depth, reason), count in planner.rounds.items()],
+                expected_tokens=planner.expected_tokens,
+                realised_tokens=planner.realised_tokens,
+                survival=planner.survival.overall().tolist(),
+            )
         return stats
 
     def reset_prefix_cache(self) -> bool:

@@ -12,11 +12,15 @@ from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
+from paceline.engine.round_times import TimingLimits, time_rounds
 from paceline.engine.scheduler import DraftLimits
 from paceline.speculation.capture_cache import CaptureCache
+from paceline.speculation.costs import RoundCosts
 from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_reserve import DraftReserve
 from paceline.speculation.draft_state import CaptureDraftState
+from paceline.speculation.planner import Planner
+from paceline.speculation.survival import Survival
 from paceline.threads import sleep_at_barriers
 
 if TYPE_CHECKING:
@@ -61,10 +65,42 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         _log_captures(config, built, built.captures)
     if built.num_drafts and config.load_format != "dummy":
         _check_drafter(config, built, info)
-    core = _assemble(config, built, info, lookahead)
+    core = _assemble(config, built, info, lookahead, _planner(config, built))
     info.ready_s = time.perf_counter() - started
     logger.info("Engine ready in %.2f s", info.ready_s)
     return core
+
+
+def _planner(config: EngineConfig, built: Built) -> Planner | None:
+    """A planner that knows what rounds cost here; None where there is nothing to plan."""
+    speculation = config.speculation
+    if speculation is None or speculation.verify_planner == "off":
+        return None
+    on_gpu, started = built.device.type == "cuda", time.perf_counter()
+    rounds = built.runner.rounds
+    tiers = rounds.draft_counts if rounds is not None and rounds.captured else None
+    limits = TimingLimits(
+        max_num_seqs=built.max_num_seqs,
+        max_model_len=built.max_model_len,
+        max_num_batched_tokens=built.max_num_batched_tokens,
+        num_blocks=built.num_blocks,
+        block_size=config.block_size,
+        num_drafts=built.num_drafts,
+    )
+    measured = time_rounds(
+        built.runner,
+        limits,
+        (lambda size: (built.num_drafts,)) if tiers is None else tiers.__getitem__,
+        budget_s=1.5 if on_gpu else 1.0,
+        repeats=2 if on_gpu else 1,
+        warm_up=on_gpu,
+    )
+    if not measured:
+        logger.info("Verify planner: off, sequences here are too short to time rounds with")
+        return None
+    logger.info("Verify planner: %d rounds timed in %.2f s", len(measured), time.perf_counter() - started)
+    costs = RoundCosts(measured, built.num_drafts, tiers)
+    return Planner(costs, Survival(built.max_num_seqs, built.num_drafts))
 
 
 def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None:
@@ -77,7 +113,13 @@ def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None
         self_check(_assemble(config, built, info, 0), prompt, speculation.model)
 
 
-def _assemble(config: EngineConfig, built: Built, info: EngineInfo, lookahead: int | None) -> EngineCore:
+def _assemble(
+    config: EngineConfig,
+    built: Built,
+    info: EngineInfo,
+    lookahead: int | None,
+    planner: Planner | None = None,
+) -> EngineCore:
     """An engine with empty queues and an empty cache over a ready device."""
     captures = built.captures
     pool = BlockPool(
@@ -96,6 +138,7 @@ def _assemble(config: EngineConfig, built: Built, info: EngineInfo, lookahead: i
         seed=config.seed,
         drafting=DraftLimits(built.num_drafts, 0 if captures else built.draft_block_rows),
         draft_state=None if captures is None else _captured(config, built, captures),
+        planner=planner,
     )
 
 

@@ -109,6 +109,19 @@ class EngineInfo(msgspec.Struct, kw_only=True, tag="info"):
     """Seconds from the start of loading to ready."""
 
 
+class PlannerStats(msgspec.Struct, kw_only=True):
+    """What the verify planner chose since start, and what it goes by."""
+
+    rounds: list[tuple[int, str, int]] = []
+    """Rounds planned: drafts verified per sequence at most, why, and how many."""
+    expected_tokens: float = 0.0
+    """Tokens planned rounds should have committed."""
+    realised_tokens: int = 0
+    """Tokens they committed."""
+    survival: list[float] = []
+    """Chance that the draft at each position and all before it stand, as estimated now."""
+
+
 class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     """A snapshot of the engine's gauges and its counters since start."""
 
@@ -143,6 +156,8 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     """Rounds a sequence went without drafts it could have had, by reason."""
     draft_state: dict[str, int] = {}
     """What became of kept draft state, by event; only with strategies that keep it apart from the blocks."""
+    planner: PlannerStats | None = None
+    """Set when a verify planner decides about drafts."""
     schedule_s: float = 0.0
     """Host seconds spent in the scheduler and the cache, summed over steps."""
     cache_reset: bool = False

@@ -19,6 +19,9 @@ CONTEXT = 256
 LONG_CONTEXT = 2048
 """The same for the slope; a second length needs to be this much longer to tell anything."""
 MIN_LENGTHENING = 2
+GROWTH = 4
+"""How much longer the next size is expected to take than the last: it has more sequences than that, but until
+rows fill the device they are cheaper together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def time_rounds(
     *,
     budget_s: float,
     repeats: int,
+    warm_up: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measured]:
     """Time a grid of rounds, from one sequence up; sizes that would take longer than the budget are left out.
@@ -58,13 +62,15 @@ def time_rounds(
         counts: draft counts to time at a number of sequences, ascending up to all drafts.
         budget_s: seconds to measure for.
         repeats: launches per round, without a wait in between; their mean counts.
+        warm_up: launch each round once before: where kernels are compiled or graphs captured when they are
+            first needed.
         clock: seconds.
 
     Returns:
         Rounds as :class:`paceline.speculation.costs.RoundCosts` wants them; none when sequences are too short
         to run any.
     """
-    timing = _Timing(runner, limits, repeats, clock)
+    timing = _Timing(runner, limits, repeats, warm_up, clock)
     if timing.longest < 0:
         return []
     context, longer = timing.context(CONTEXT), timing.context(LONG_CONTEXT)
@@ -72,13 +78,13 @@ def time_rounds(
     sizes: list[int] = []
     spent_s = last_s = 0.0
     for size in _sizes(limits.max_num_seqs):
-        if sizes and (not timing.fits(size) or spent_s + last_s * size / sizes[-1] > budget_s):
+        if sizes and (not timing.fits(size) or spent_s + GROWTH * last_s > budget_s):
             break
         rounds = [Round(size, 0, False), *(Round(size, count, True) for count in (0, *counts(size)))]
         times = timing.measure(rounds, context)
         found += times
         sizes.append(size)
-        last_s = (1 + repeats) * sum(item.seconds for item in times)
+        last_s = (repeats + warm_up) * sum(item.seconds for item in times)
         spent_s += last_s
     if longer >= MIN_LENGTHENING * context:
         size = sizes[:2][-1]
@@ -96,9 +102,15 @@ def _sizes(max_num_seqs: int) -> list[int]:
 
 class _Timing:
     def __init__(
-        self, runner: StepRunner, limits: TimingLimits, repeats: int, clock: Callable[[], float]
+        self,
+        runner: StepRunner,
+        limits: TimingLimits,
+        repeats: int,
+        warm_up: bool,
+        clock: Callable[[], float],
     ) -> None:
-        self._runner, self._limits, self._repeats, self._clock = runner, limits, repeats, clock
+        self._runner, self._limits, self._clock = runner, limits, clock
+        self._repeats, self._warm_up = repeats, warm_up
         self._params = SamplingParams(temperature=0.0, max_tokens=1)
         # Rows a sequence can gain while it is timed, and as many again for a drafter's block behind them.
         self._growth = (repeats + 1) * (limits.num_drafts + 1)
@@ -118,10 +130,10 @@ class _Timing:
         return [Measured(round_, context, self._seconds(round_, context)) for round_ in rounds]
 
     def _seconds(self, round_: Round, context: int) -> float:
-        # The first launch writes the slots and compiles what is missing: it does not count.
-        self._launch(round_, context, begin=True).result()
+        if self._warm_up:
+            self._launch(round_, context, begin=True).result()
         start = self._clock()
-        pending = [self._launch(round_, context) for _ in range(self._repeats)]
+        pending = [self._launch(round_, context, begin=not self._warm_up) for _ in range(self._repeats)]
         for step in pending:
             step.result()
         return (self._clock() - start) / self._repeats

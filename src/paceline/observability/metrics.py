@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from paceline.engine.messages import EngineStats
+    from paceline.engine.messages import EngineStats, PlannerStats
     from paceline.engine.outputs import RequestOutput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,6 +35,10 @@ _OWN_ONLY = frozenset(
         "spec_decode_accept_length",
         "spec_decode_refusals",
         "spec_decode_draft_state",
+        "spec_decode_planned_rounds",
+        "spec_decode_expected_tokens",
+        "spec_decode_realised_tokens",
+        "spec_decode_survival",
         "request_accept_length",
     )
 )
@@ -192,6 +196,33 @@ class Metrics(Collector):
                 ("event",),
             )
         yield self._accept_lengths(stats.accept_lengths)
+        if stats.planner is not None:
+            yield from self._planner_families(stats.planner)
+
+    def _planner_families(self, planner: PlannerStats) -> Iterator[Metric]:
+        prefix = "spec_decode_"
+        yield self._counter(
+            prefix + "planned_rounds",
+            "Decode rounds, by drafts verified per sequence at most and why so many.",
+            {(str(drafts), reason): count for drafts, reason, count in sorted(planner.rounds)},
+            ("drafts", "reason"),
+        )
+        yield self._counter(
+            prefix + "expected_tokens",
+            "Tokens planned rounds should have committed.",
+            {(): planner.expected_tokens},
+        )
+        yield self._counter(
+            prefix + "realised_tokens", "Tokens planned rounds committed.", {(): planner.realised_tokens}
+        )
+        survival = GaugeMetricFamily(
+            _PREFIX + prefix + "survival",
+            "Estimated chance that a draft and all before it stand.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, chance in enumerate(planner.survival):
+            survival.add_metric((*self._labels, str(position)), chance)
+        yield survival
 
     def _accept_lengths(self, lengths: Sequence[int]) -> Metric:
         """The histogram of tokens committed per verify span, one bucket per length."""

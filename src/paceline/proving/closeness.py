@@ -14,7 +14,15 @@ from paceline.engine.factory import make_core
 from paceline.proving.distribution import Draw, Verdict, judge
 from paceline.proving.drive import RoundRecorder, complete, runner_of, tokens_of
 from paceline.proving.gates import Violation, accepted_as_coupled, nothing_held
-from paceline.proving.lossless import GREEDY, PLAIN, Mode, ModeResult, Sampling, count_differing
+from paceline.proving.lossless import (
+    ALL_DRAFTS,
+    GREEDY,
+    PLAIN,
+    Mode,
+    ModeResult,
+    Sampling,
+    count_differing,
+)
 from paceline.proving.redraft import Redrafted, redraft
 from paceline.proving.rescore import Produced, Scores, rescore
 
@@ -30,6 +38,7 @@ def closeness_modes() -> list[Mode]:
         Mode("drafts, cached", lookahead=1, passes=2),
         Mode("drafts, 64-row chunks", {"max_num_seqs": 16, "max_num_batched_tokens": 64}, lookahead=1),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, lookahead=1, passes=2),
+        Mode("drafts, planned", speculative={"verify_planner": "auto"}, lookahead=1),
     ]
 
 
@@ -70,7 +79,7 @@ class ClosenessProof:
 
     def run(self, mode: Mode) -> list[ScoredResult]:
         """Greedy and temperature 1, on one engine whose cache is emptied in between."""
-        speculative = {} if mode.speculative is None else {**self._drafter, **mode.speculative}
+        speculative = {} if mode.speculative is None else {**ALL_DRAFTS, **self._drafter, **mode.speculative}
         options = {**self._target, **mode.options, "speculative_config": speculative}
         core = make_core(EngineConfig.of(**options), lookahead=mode.lookahead)
         return [self._run(core, mode, sampling) for sampling in (GREEDY, PLAIN)]

@@ -61,6 +61,10 @@ SAMPLINGS = (
 )
 
 
+ALL_DRAFTS = {"verify_planner": "off"}
+"""A proof wants to see drafts, whether or not they pay."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A way to run the engine.
@@ -96,6 +100,7 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
         Mode("drafts, preempted", {"max_num_seqs": 8, "num_blocks": scarce}),
         Mode("drafts, lookahead", lookahead=1, passes=2),
         Mode("drafts, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, lookahead=1),
+        Mode("drafts, planned", speculative={"verify_planner": "auto"}, lookahead=1, passes=2),
         Mode("drafts, 2 per round", speculative={"num_speculative_tokens": 2}),
         Mode("drafts, window of 24", speculative={"draft_window": 24}, passes=2),
         Mode("drafts, blocks of 64", {"block_size": 64}),
@@ -162,7 +167,7 @@ class LosslessProof:
 
     def core(self, mode: Mode) -> EngineCore:
         """An engine in a mode."""
-        speculative = {} if mode.speculative is None else {**self._drafter, **mode.speculative}
+        speculative = {} if mode.speculative is None else {**ALL_DRAFTS, **self._drafter, **mode.speculative}
         options = {**self._target, **mode.options, "speculative_config": speculative}
         return make_core(EngineConfig.of(**options), lookahead=mode.lookahead)
 

@@ -28,7 +28,7 @@ from paceline.proving.gates import (
     nothing_held,
     second_turns,
 )
-from paceline.proving.lossless import GREEDY, PLAIN, LosslessProof, ModeResult, all_modes
+from paceline.proving.lossless import ALL_DRAFTS, GREEDY, PLAIN, LosslessProof, ModeResult, all_modes
 from paceline.proving.redraft import redraft
 from paceline.proving.report import as_json, show_checks, show_modes
 from paceline.sampling.params import SamplingParams
@@ -248,7 +248,7 @@ class _Prover:
     def _engine(self, **speculative: Any) -> EngineCore:
         sized = self._sized()
         options = {"num_blocks": sized.num_blocks, "max_num_seqs": sized.max_num_seqs}
-        return self._core(options, {**self._drafter, **speculative})
+        return self._core(options, {**ALL_DRAFTS, **self._drafter, **speculative})
 
     def _loose_checks(self) -> Iterator[Check]:
         """Those that need no exact arithmetic."""

@@ -35,6 +35,9 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     """The drafter attends to this many last tokens only; None is no limit."""
     draft_capture_mb: float | None = None
     """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
+    verify_planner: Literal["auto", "off"] = "auto"
+    """Whether to choose round by round how many drafts are verified, and whether any are made, by what is
+    fastest; off verifies all there are."""
     synthetic_accept_length: float | None = None
     """For measuring only: accept drafts at random so that a round commits this many tokens on average, from 1
     to drafts + 1. The tokens are then meaningless."""

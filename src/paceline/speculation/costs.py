@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,12 +25,13 @@ from numpy.typing import NDArray
 LEVEL_RATE = 0.1
 OFFSET_RATE = 0.2
 """Share of a step's surprise that goes to the level when only its kind has run lately, and to the kind's
-offset when it has not run at all."""
+offset when it has not run at all; of its first steps a larger share, so that few of them outweigh a wrong
+measurement."""
 SHARE_RATE = 0.02
 """How fast the record of which kinds run fades: about fifty steps."""
-MAX_SURPRISE = math.log(2)
-"""A step that took more than twice as long as expected, or less than half, counts as twice or half: one
-pause must not look like a trend."""
+MAX_SURPRISE = math.log(4)
+"""A step that took more than four times as long as expected counts as four times: one pause must not look
+like a trend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class RoundCosts:
         self._level = 0.0
         self._offsets: dict[Round, float] = {}
         self._shares: dict[Round, float] = {}
+        self._visits: Counter[Round] = Counter()
 
     def _by_count(self, base: Mapping[Round, float], size: int) -> NDArray[np.float64]:
         """Seconds of proposing rounds with 0..g drafts."""
@@ -136,16 +139,22 @@ class RoundCosts:
         return self._uncorrected(shape, context) * math.exp(correction)
 
     def observe(self, round_: Round, context: float, seconds: float) -> None:
-        """Learn from a round that took ``seconds``."""
+        """Learn from a round that took ``seconds``. Where rounds are captured, the first of a kind may just
+        have been, and tells nothing.
+        """
         shape = self._shape(round_)
         kind = self._group(shape)
+        self._visits[kind] += 1
+        visits = self._visits[kind] - (self._tiers is not None)
+        if visits == 0:
+            return
         expected = self._uncorrected(shape, context)
         offset = self._offsets.get(kind, 0.0)
         surprise = math.log(max(seconds, 1e-9) / expected) - self._level - offset
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
         share = self._shares.get(kind, 0.0) if self._shares else 1.0
         self._level += LEVEL_RATE * share * surprise
-        self._offsets[kind] = offset + OFFSET_RATE * (1.0 - share) * surprise
+        self._offsets[kind] = offset + max(OFFSET_RATE, 1.0 / visits) * (1.0 - share) * surprise
         for other in self._shares:
             self._shares[other] *= 1.0 - SHARE_RATE
         self._shares[kind] = self._shares.get(kind, 0.0) + SHARE_RATE if self._shares else 1.0
@@ -173,6 +182,8 @@ class RoundCosts:
         return self._group(self._shape(round_))
 
     def _group(self, shape: Round) -> Round:
+        # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
+        shape = replace(shape, propose=shape.propose or shape.num_drafts > 0)
         if self._tiers is not None:
             return shape
         nearest = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))

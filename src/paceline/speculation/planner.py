@@ -13,7 +13,8 @@ What does not run cannot be learnt from: drafts that would stand by now, rounds 
 than was measured. So now and then the depth that has not run for longest does, plain decoding included, at a
 price: the tokens its extra seconds are worth. It is paid from ``EXPLORE_SHARE`` of all tokens expected, and
 what the round commits beyond its plan is paid back. If drafts have become good, exploring is free and goes on
-at once.
+at once. The first trials of a depth at a batch size are free too unless they look dear: what was measured may
+be an interpolation, or may have been disturbed.
 
 With a step in flight all numbers are those of earlier rounds; lengths and acceptance stay on the device, so
 that nothing waits for the choice.
@@ -21,7 +22,9 @@ that nothing waits for the choice.
 
 from __future__ import annotations
 
+import logging
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +36,15 @@ from numpy.typing import NDArray
 from paceline.speculation.costs import Round, RoundCosts
 from paceline.speculation.survival import Survival
 
-EXPLORE_SHARE = 0.005
+logger = logging.getLogger(__name__)
+
+EXPLORE_SHARE = 0.006
 """Most tokens given up to find out what else would be faster now, as a share of all."""
+FREE_TRIALS = 2
+FREE_EVERY = 8
+FREE_PRICE = 8.0
+"""Trials of a depth that need not be paid for, for each size of batch that costs are known for; the rounds
+between any two of them; and the price up to which they are free, in rounds."""
 HYSTERESIS = 0.005
 """Another depth must be so much faster than the present one to be chosen."""
 UNIT = 1 << 30
@@ -160,6 +170,8 @@ class Planner:
         self._bank = 0.0  # tokens to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
         self._last_run: dict[Round, int] = {}
+        self._trials: Counter[Round] = Counter()
+        self._last_free = 0
         self._round = 0
 
     def decide(self, batch: Batch) -> Decision:
@@ -176,7 +188,8 @@ class Planner:
         choices = (0, *self.costs.counts(num_seqs))
         rate = self._settle(chances, batch.can_draft, choices, seconds)
         propose = self._depth > 0
-        depth = max(choices, key=lambda k: now[k] - rate * seconds(k, propose))
+        reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
+        depth = max(choices[: reach + 1], key=lambda k: now[k] - rate * seconds(k, propose))
         trial = self._trial(batch, choices, depth, now, rate, seconds)
         reason: Reason = "exploring" if trial else "drafts pay" if propose else "plain is faster"
         chosen = trial or _Trial(depth, propose, now[depth])
@@ -212,10 +225,8 @@ class Planner:
         if in_place != propose or not any(batch.can_draft):
             return None
         # Of those that have not run for equally long the deepest: it tells of all positions.
-        other = min(
-            (k for k in reversed(choices) if k != self._depth),
-            key=lambda k: self._last_run.get(self.costs.kind(Round(num_seqs, k, k > 0)), -1),
-        )
+        kinds = {k: self.costs.kind(Round(num_seqs, k, k > 0)) for k in reversed(choices) if k != self._depth}
+        other = min(kinds, key=lambda k: self._last_run.get(kinds[k], -1))
         if not propose:
             price = rate * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
             trial = _Trial(0, True, float(num_seqs))
@@ -226,9 +237,14 @@ class Planner:
             sure = now[min(other, depth)]
             price = now[depth] - sure + rate * (seconds(other, True) - seconds(depth, True))
             trial = _Trial(other, True, sure)
-        if self._bank < price:
+        due = self._trials[kinds[other]] < FREE_TRIALS and self._round >= self._last_free + FREE_EVERY
+        if due and price <= FREE_PRICE * now[depth]:
+            self._last_free = self._round
+        elif self._bank < price:
             return None
-        self._bank = 0.0
+        else:
+            self._bank = 0.0
+        self._trials[kinds[other]] += 1
         if not propose:
             self._drafted_for = other
         return trial
@@ -247,8 +263,22 @@ class Planner:
         rates = {depth: tokens[depth] / seconds(depth, depth > 0) for depth in choices}
         best = max(rates, key=lambda depth: rates[depth])
         if rates[best] > (1 + HYSTERESIS) * rates.get(self._depth, 0.0):
+            self._log(best, rates, len(can_draft))
             self._depth = best
         return rates[self._depth]
+
+    def _log(self, depth: int, rates: Mapping[int, float], num_seqs: int) -> None:
+        if depth != self._depth:
+            logger.debug(
+                "Verify planner: %d drafts for %d sequences instead of %d; tok/s by drafts: %s; "
+                "%d of %.0f expected tokens came so far",
+                depth,
+                num_seqs,
+                self._depth,
+                ", ".join(f"{k}: {rate:.0f}" for k, rate in rates.items()),
+                self.realised_tokens,
+                self.expected_tokens,
+            )
 
     @staticmethod
     def _allot(chances: NDArray[np.int64], batch: Batch, depth: int) -> dict[int, int] | None:

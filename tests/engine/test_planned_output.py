@@ -1,0 +1,81 @@
+"""Tokens do not depend on what the planner decides, however badly it does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.engine.core import EngineCore
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.planner import Batch, Decision, Planner
+from support.engines import complete, golden_core, golden_prompts, tokens_of
+
+PROMPTS = golden_prompts(12)
+
+
+def params() -> list[SamplingParams]:
+    """Greedy and sampled requests, by turns."""
+    return [
+        SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=16 + i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+
+
+class Erratic(Planner):
+    """Decides at random: depth, rows of each sequence, and whether to draft."""
+
+    def __init__(self, planner: Planner, seed: int) -> None:
+        super().__init__(planner.costs, planner.survival)
+        self._rng = random.Random(seed)
+        self.seen: list[Decision] = []
+
+    def decide(self, batch: Batch) -> Decision:
+        depth = self._rng.choice((0, 0, 1, 3, 7))
+        each = {slot: self._rng.randint(0, depth) for slot in sorted(batch.slots)}
+        drafts = self._rng.choice((None, each))
+        self.seen.append(Decision(depth, drafts, self._rng.random() < 0.6, "exploring"))
+        return self.seen[-1]
+
+
+def planned_core(lookahead: int, **options: object) -> EngineCore:
+    """A golden engine with a planner."""
+    speculative = {"verify_planner": "auto"}
+    return golden_core(
+        "qwen3_tiny", drafter="dspark_tiny_b7", lookahead=lookahead, speculative_config=speculative, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return tokens_of(complete(golden_core("qwen3_tiny"), PROMPTS, params()))
+
+
+@pytest.mark.parametrize("lookahead", (0, 1))
+@pytest.mark.parametrize("options", ({}, {"max_num_seqs": 4, "num_blocks": 14}), ids=["plenty", "scarce"])
+def test_any_decisions_give_the_same_tokens(
+    lookahead: int, options: dict[str, int], expected: list[list[int]]
+) -> None:
+    core = planned_core(lookahead, **options)
+    planner = core.scheduler.planner
+    assert planner is not None
+    core.scheduler.planner = erratic = Erratic(planner, seed=lookahead)
+    assert tokens_of(complete(core, PROMPTS, params())) == expected
+    stats = core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert len({decision.depth for decision in erratic.seen}) > 2
+
+
+@pytest.mark.parametrize("lookahead", (0, 1))
+def test_the_planner_itself_gives_the_same_tokens(lookahead: int, expected: list[list[int]]) -> None:
+    core = planned_core(lookahead)
+    planner = core.scheduler.planner
+    assert planner is not None
+    assert tokens_of(complete(core, PROMPTS, params())) == expected
+    assert planner.realised_tokens > 0 and sum(planner.rounds.values()) > 0
+    assert planner.survival.overall()[0] < 0.95, "it has learnt something"
+
+
+def test_off_plans_nothing() -> None:
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7")
+    assert core.scheduler.planner is None
