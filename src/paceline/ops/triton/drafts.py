@@ -43,7 +43,6 @@ def _piece_kernel(
     NOISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     piece = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -64,8 +63,7 @@ def _piece_kernel(
     place = tl.arange(0, BLOCK_V)
     best_score = tl.full((BLOCK_V, BLOCK_M), float("-inf"), tl.float32)
     best = tl.full((BLOCK_V, BLOCK_M), 2147483647, tl.int32)
-    for first in tl.range(piece * piece_size, tl.minimum((piece + 1) * piece_size, vocab_size), BLOCK_V,
-                          num_stages=STAGES):  # fmt: skip
+    for first in range(piece * piece_size, tl.minimum((piece + 1) * piece_size, vocab_size), BLOCK_V):
         token = first + place
         inside = token < vocab_size
         at = logits_ptr + row_at[None, :] + token[:, None]
@@ -139,8 +137,8 @@ def draft_argmax(logits: Tensor, low_rank: LowRank | None = None, noise: RowNois
         NOISE=noise is not None,
         BLOCK_M=block_m,
         BLOCK_V=BLOCK_V,
-        STAGES=3 if rank <= 256 else 2,
         num_warps=4 if block_m <= 32 else 8,
+        num_stages=3 if rank <= 256 else 2,
     )
     _pick_kernel[(num_rows,)](
         score, best, out, pieces, vocab_size, BLOCK=triton.next_power_of_2(pieces), num_warps=4
