@@ -98,11 +98,11 @@ def candidates(shape: Shape, rows: int) -> Iterator[MatmulConfig]:
             yield replace(config, splits=splits)
 
 
-def compile_share(shapes: list[Shape], share: int, shares: int) -> None:
+def compile_share(shapes: list[Shape], row_counts: tuple[int, ...], share: int, shares: int) -> None:
     """Run every shares-th kernel once, on small operands, so that it is in Triton's cache."""
     kernels = {
         (shape[0], replace(config, splits=1), config.splits > 1 and shape[0] != "parts")
-        for shape, rows in itertools.product(shapes, ROWS)
+        for shape, rows in itertools.product(shapes, row_counts)
         for config in candidates(shape, rows)
     }
     for op, config, split in sorted(kernels, key=repr)[share::shares]:
@@ -204,23 +204,28 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
     parser.add_argument("--drafter", type=Path, help="folder with a drafter's config.json")
     parser.add_argument("--out", type=Path, help="table to write; default: the user's cache")
+    parser.add_argument("--rows", help="row counts to measure, such as 16,64; default: all")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("SHARE", "SHARES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: this measures GPU kernels")
     shapes = shapes_of(args.model, args.drafter)
+    row_counts = ROWS if args.rows is None else tuple(int(count) for count in args.rows.split(","))
     if args.compile:
-        compile_share(shapes, *args.compile)
+        compile_share(shapes, row_counts, *args.compile)
         return 0
     began = time.perf_counter()
     compile_all(sys.argv[1:])
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     gpu = torch.cuda.get_device_name()
-    with torch.inference_mode():
-        table = {shape: {rows: tune(shape, rows) for rows in ROWS} for shape in shapes}
     out = args.out or cache_path(gpu)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(dump(table, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
+    table: dict[Shape, dict[int, MatmulConfig | None]] = {}
+    for shape in shapes:
+        with torch.inference_mode():
+            table[shape] = {rows: tune(shape, rows) for rows in row_counts}
+        # after each shape: what is measured stays, should the rest be cut off
+        out.write_text(dump(table, gpu=gpu, torch=torch.__version__, triton=triton.__version__))
     print(f"wrote {out} in {time.perf_counter() - began:.0f} s")
     return 0
 
