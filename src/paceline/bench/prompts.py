@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
 PROMPTS = (
     'def median(values):\n    """Return the median of a list of numbers."""\n',
     'def read_config(path):\n    """Read a JSON file and return its contents as a dict."""\n',
@@ -20,3 +24,21 @@ PROMPTS = (
     "def test_addition():\n    assert 1 + 1 == 2\n\n\ndef test_subtraction():\n",
     'def walk(node):\n    """Visit a tree and yield every node."""\n',
 )
+
+
+def read_prompts(path: str | None) -> list[str]:
+    """One prompt per line of a file; the built-in ones without a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no prompts.
+    """
+    if path is None:
+        return list(PROMPTS)
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts: {path} cannot be read ({error.strerror}).") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts: {path} has no prompts; put one on each line.")
+    return prompts

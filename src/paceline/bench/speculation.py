@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import msgspec
 import torch
@@ -13,7 +12,7 @@ import torch
 from paceline.bench.geometry import plain
 from paceline.bench.latency import parse_batch_sizes
 from paceline.bench.machine import describe_machine
-from paceline.bench.prompts import PROMPTS
+from paceline.bench.prompts import read_prompts
 from paceline.bench.report import Column, Plot, Report
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
@@ -67,7 +66,7 @@ def run_speculation(
     if engine.speculation is None:
         raise ConfigError("There is no drafter to measure. Name one with --speculative-config.")
     sizes = parse_batch_sizes(batch_sizes)
-    prompts = _read_prompts(prompts_path)
+    prompts = read_prompts(prompts_path)
     # Side by side: on a GPU each gets half of the memory.
     half = msgspec.structs.replace(engine, gpu_memory_utilization=engine.gpu_memory_utilization / 2)
     drafted, undrafted = _load(half), _load(plain(engine))
@@ -95,19 +94,6 @@ def run_speculation(
 
 def _load(engine: EngineConfig) -> LLM:
     return LLM(**{name: getattr(engine, name) for name in EngineConfig.__struct_fields__})
-
-
-def _read_prompts(path: str | None) -> list[str]:
-    if path is None:
-        return list(PROMPTS)
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path} cannot be read ({error.strerror}).") from error
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompts: {path} has no prompts; put one on each line.")
-    return prompts
 
 
 def _run(

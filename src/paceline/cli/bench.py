@@ -175,3 +175,25 @@ def speculation(
 
     output = Output.checked(json_path, plot_path)
     output.write(run_speculation(engine, prompts, output_len, temperature, batch_sizes, repeats))
+
+
+@app.command("breaks")
+@engine_options
+def breaks(
+    *,
+    engine: EngineConfig,
+    prompts: Annotated[
+        str | None, typer.Option(help="File with one prompt per line. Default: built-in ones.")
+    ] = None,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=2)] = 256,
+    json_path: Json = None,
+    plot_path: Plot = None,
+) -> None:
+    """Where greedy rounds break, how often the drafter's next best was right there, and what hedges would
+    gain.
+    """
+    from paceline.bench.breaks import run_breaks
+    from paceline.bench.report import Output
+
+    output = Output.checked(json_path, plot_path)
+    output.write(run_breaks(engine, prompts, output_len))
