@@ -42,6 +42,7 @@ def make(draft_state: str, small: bool) -> EngineCore:
         "model": str(geometry_folder("qwen3-4b-dspark-b7")),
         "draft_state": draft_state,
         "synthetic_accept_length": ACCEPT_LENGTH,
+        "verify_planner": "off",  # everyone is to draft
     }
     if draft_state == "capture":
         speculative["draft_capture_mb"] = CAPTURE_MB

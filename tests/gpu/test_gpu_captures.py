@@ -41,6 +41,7 @@ def test_many_requests_on_one_prefix(count: int, drafter: str, eager: bool) -> N
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     plain = tokens_of(complete(make(enforce_eager=True), prompts, params, check=False))
     config = {"model": str(GOLDEN / drafter), "draft_state": "capture", "draft_capture_mb": 2}
+    config["verify_planner"] = "off"
     core = make(enforce_eager=eager, speculative_config=config)
     counters = core.scheduler.speculation
     rates: list[float] = []

@@ -51,7 +51,7 @@ def engine(draft_state: str | None, **options: Any) -> EngineCore:
     speculative: dict[str, Any] | None = None
     if draft_state is not None:
         folder = geometry_folder("qwen3-4b-dspark-b7")
-        speculative = {"model": str(folder), "draft_state": draft_state}
+        speculative = {"model": str(folder), "draft_state": draft_state, "verify_planner": "off"}
     options = {"gpu_memory_utilization": SHARE, "max_num_seqs": 64, **options}
     return make_core(
         EngineConfig.of(
