@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.ops import RowLayout
+from paceline.ops import Branches, RowLayout
 
 
 @dataclass
@@ -29,6 +30,9 @@ class Scene:
         k_rows = self.k_cache.reshape(-1, num_kv_heads, head_dim).cpu().double()
         v_rows = self.v_cache.reshape(-1, num_kv_heads, head_dim).cpu().double()
         slots, tables = layout.slots.cpu(), layout.block_tables.cpu().long()
+        starts, own_slots = layout.num_computed[layout.slots].cpu(), None
+        if layout.branches is not None:
+            starts, own_slots = (part.cpu() for part in layout.branches)
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         for row, (seq, position) in enumerate(
             zip(layout.row_seq.tolist(), layout.positions.tolist(), strict=True)
@@ -36,9 +40,15 @@ class Scene:
             first = 0 if window is None else max(0, position - window + 1)
             last = position
             if bidirectional:
-                last = int(layout.num_computed[slots[seq]]) + layout.host_rows[seq] - 1
+                last = int(starts[seq]) + layout.host_rows[seq] - 1
             keys = torch.arange(first, last + 1)
-            cache_rows = tables[slots[seq], keys // block_size] * block_size + keys % block_size
+            own = torch.zeros(len(keys), dtype=torch.bool) if own_slots is None else keys >= starts[seq]
+            if own_slots is not None and own_slots[seq] < 0:
+                own[:] = False
+            in_table = keys.clamp(max=int(starts[seq]) - 1) if bool(own.any()) else keys
+            cache_rows = tables[slots[seq], in_table // block_size] * block_size + in_table % block_size
+            if own_slots is not None:
+                cache_rows = torch.where(own, own_slots[seq] + keys - starts[seq], cache_rows)
             k = k_rows[cache_rows].repeat_interleave(group, dim=1)  # [keys, H, D]
             v = v_rows[cache_rows].repeat_interleave(group, dim=1)
             scores = torch.einsum("hd,nhd->hn", self.q[row].cpu().double(), k) * self.scale
@@ -101,6 +111,52 @@ def make_scene(
     )
     q = torch.cat([queries[seq] for seq in order]).to(device, dtype)
     return Scene(layout, q, k_cache.to(device, dtype), v_cache.to(device, dtype), head_dim**-0.5)
+
+
+def make_branched_scene(
+    spans: Sequence[tuple[int, int]], chains: Sequence[tuple[int, int, int]], **options: Any
+) -> Scene:
+    """A step over sequences and chains beside them, given as (sequence, branch, rows): the chain shares the
+    sequence's rows 0 … branch of this step. Its own keys lie in a last few blocks, across their borders.
+    """
+    scene = make_scene(spans, **options)
+    layout, device = scene.layout, scene.q.device
+    block_size, num_kv_heads, head_dim = scene.k_cache.shape[1:]
+    rows_of = [rows for _, _, rows in chains]
+    first = scene.k_cache.shape[0] * block_size + 5
+    own = torch.tensor([first + sum(rows_of[:i]) for i in range(len(chains))])
+    gen = torch.Generator().manual_seed(99)
+    extra = -(-(5 + sum(rows_of)) // block_size)
+    caches = []
+    for cache in (scene.k_cache, scene.v_cache):
+        room = torch.full((extra * block_size, num_kv_heads, head_dim), torch.nan)
+        room[5 : 5 + sum(rows_of)] = torch.randn(sum(rows_of), num_kv_heads, head_dim, generator=gen)
+        caches.append(torch.cat((cache, room.view(extra, block_size, num_kv_heads, head_dim).to(cache))))
+    parents = torch.tensor([parent for parent, _, _ in chains])
+    before = layout.num_computed[layout.slots].cpu()
+    starts = before[parents] + torch.tensor([branch + 1 for _, branch, _ in chains])
+    offset = torch.cat([torch.arange(rows) for rows in rows_of])
+    chain = torch.arange(len(chains)).repeat_interleave(torch.tensor(rows_of))
+    q = torch.randn(sum(rows_of), *scene.q.shape[1:], generator=gen)
+
+    def joined(first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat((first, second.to(first)))
+
+    layout = RowLayout(
+        slots=joined(layout.slots, layout.slots.cpu()[parents]),
+        row_start=joined(layout.row_start, layout.row_start[-1].cpu() + torch.tensor(rows_of).cumsum(0)),
+        row_seq=joined(layout.row_seq, chain + len(spans)),
+        positions=joined(layout.positions, starts[chain] + offset),
+        kv_slots=joined(layout.kv_slots, own[chain] + offset),
+        block_tables=layout.block_tables,
+        num_computed=layout.num_computed,
+        host_rows=(*layout.host_rows, *rows_of),
+        host_max_context=layout.host_max_context + max(rows_of),
+        branches=Branches(
+            joined(before.to(device), starts).int(), joined(torch.full((len(spans),), -1).to(device), own)
+        ),
+    )
+    return Scene(layout, joined(scene.q, q), *caches, scene.scale)
 
 
 def rope_table(num_positions: int, head_dim: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
+from ops_scenes import Scene, make_branched_scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
 
 from paceline.ops import LowRank, RowNoise, draft_argmax, reference
@@ -281,6 +281,41 @@ def test_bidirectional_attention(kernels: Any, config: int, window: int | None) 
     scene = make_scene([(33, 8), (0, 21), (15, 1)], device=DEVICE)
     out = attend(kernels, scene, window, bidirectional=True, config=configs()[config])
     close(out, scene.expected(window, bidirectional=True))
+
+
+BRANCHED = ([(15, 8), (50, 8), (0, 8), (3, 1)], [(0, 0, 7), (0, 2, 7), (1, 1, 5), (2, 0, 1), (1, 6, 7)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("config", "window"), [(0, None), (0, 6), (1, None), (2, 20), (3, None)])
+def test_attention_of_chains(kernels: Any, config: int, window: int | None, dtype: torch.dtype) -> None:
+    """Chains see their parent's rows up to the branch, then their own."""
+    scene = make_branched_scene(*BRANCHED, dtype=dtype, device=DEVICE)
+    close(attend(kernels, scene, window, config=configs()[config]), scene.expected(window))
+
+
+@pytest.mark.parametrize("programs", [0, 8192])
+def test_a_chain_is_the_same_bit_for_bit_as_the_sequence_it_stands_for(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """Where attention is deterministic: the same keys in another place."""
+    from paceline.ops.triton import attention
+
+    monkeypatch.setattr(attention, "CHUNK_KEYS", 32)
+    monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs)
+    scene = make_branched_scene([(50, 8)], [(0, 1, 6)], device=DEVICE)
+    straight = make_scene([(50, 8)], device=DEVICE)
+    in_table, own = straight.layout.kv_slots[2:], scene.layout.kv_slots[8:]
+    for cache, branched in ((straight.k_cache, scene.k_cache), (straight.v_cache, scene.v_cache)):
+        cache.flatten(0, 1)[in_table] = branched.flatten(0, 1)[own]
+    q = torch.cat((scene.q[:2], scene.q[8:]))
+    results = [
+        kernels.paged_attention(
+            queries, item.k_cache, item.v_cache, item.layout, item.scale, deterministic=True
+        )
+        for queries, item in ((scene.q, scene), (q, straight))
+    ]
+    assert torch.equal(results[0][8:], results[1][2:])
 
 
 def test_attention_of_shuffled_sequences_is_shuffled(kernels: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ops_scenes import Scene, make_scene, normed_and_rotated, rope_table
+from ops_scenes import Scene, make_branched_scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
 
 from paceline import ops
@@ -188,6 +188,20 @@ def test_one_layout_serves_two_geometries() -> None:
     attend(first)
     second.layout = first.layout
     torch.testing.assert_close(attend(second).double(), second.expected(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+def test_chains_see_the_rows_before_their_branch_and_their_own(
+    window: int | None, deterministic: bool
+) -> None:
+    spans = [(15, 8), (50, 8), (0, 8), (3, 1), (0, 20)]
+    chains = [(0, 0, 7), (0, 2, 7), (1, 1, 5), (2, 0, 1), (1, 6, 7), (4, 15, 18)]
+    scene = make_branched_scene(spans, chains)
+    out = ops.paged_attention(
+        scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, deterministic=deterministic
+    )
+    torch.testing.assert_close(out.double(), scene.expected(window), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_attention_is_rounded_once() -> None:

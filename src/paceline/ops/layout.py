@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from paceline.ops.reference_attention import AttentionPlan
+
+
+class Branches(NamedTuple):
+    """Sequences of a step that branch off others: *chains* of alternative tokens beside a span.
+
+    A chain has the slot of the sequence it branches off, and shares every key below its first position with
+    it, those of rows of this very step included. From there on it has keys of its own, in consecutive cache
+    slots outside the block table. So a row tree needs no ancestor mask: each chain is causal, over a history
+    that parts from its parent's at one position.
+
+    Attributes:
+        starts: [B] int32, position of each sequence's first row; replaces ``num_computed[slots]``.
+        own_slots: [B] int64, ``block * P + offset`` of a chain's first key; negative for a sequence whose
+            keys all are in its block table.
+    """
+
+    starts: Tensor
+    own_slots: Tensor
 
 
 @dataclass(eq=False)
@@ -39,6 +57,7 @@ class RowLayout:
         num_computed: [S] int32, slot-indexed, as it was before this step.
         host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
         host_max_context: an upper bound of the largest position + 1.
+        branches: set when some of the sequences are chains.
         derived: the reference's plans, by attention geometry; not an input.
     """
 
@@ -51,4 +70,5 @@ class RowLayout:
     num_computed: Tensor
     host_rows: tuple[int, ...]
     host_max_context: int
+    branches: Branches | None = None
     derived: dict[object, AttentionPlan] = field(default_factory=dict, init=False, repr=False)

@@ -142,6 +142,8 @@ class _Span(NamedTuple):
     first_block: int
     slot: int
     computed: int
+    shared: int  # keys at positions from here on are the sequence's own
+    own_slot: int  # where the first of them lies; negative: there are none
 
 
 def plan_groups(
@@ -158,18 +160,22 @@ def plan_groups(
 
     ``deterministic`` takes every row for a sequence of its own, as if it were decoded.
     """
-    slots, starts = layout.slots.tolist(), layout.row_start.tolist()
+    slots, starts, branches = layout.slots.tolist(), layout.row_start.tolist(), layout.branches
     assert not (deterministic and bidirectional)
+    if branches is None:
+        firsts, own_slots = layout.num_computed[layout.slots].tolist(), [-1] * len(slots)
+    else:
+        firsts, own_slots = branches.starts.tolist(), branches.own_slots.tolist()
     spans = []
-    for slot, start, stop, before in zip(
-        slots, starts, starts[1:], layout.num_computed[layout.slots].tolist(), strict=False
+    for slot, start, stop, before, own_slot in zip(
+        slots, starts, starts[1:], firsts, own_slots, strict=False
     ):
         step = 1 if deterministic else max(1, stop - start)
         for first in range(start, stop, step):
             computed = before + first - start
             first_block = 0 if window is None else max(0, computed - window + 1) // block_size
             num_blocks = -(-(computed + step) // block_size) - first_block
-            spans.append(_Span(step, num_blocks, first, first_block, slot, computed))
+            spans.append(_Span(step, num_blocks, first, first_block, slot, computed, before, own_slot))
     spans.sort()
     groups: list[AttentionGroup] = []
     begin = 0
@@ -197,7 +203,7 @@ def _group(
     # numpy: a tenth of torch's cost for arrays this small
     n, max_blocks = spans[0].num_rows, spans[-1].num_blocks
     columns = np.array(spans, dtype=np.int64).T[:, :, None]  # [fields, B, 1]
-    _, _, first_row, first_block, slot, computed = columns
+    _, _, first_row, first_block, slot, computed, shared, own_slot = columns
     query = computed + np.arange(n)  # [B, n] positions
     position = first_block * block_size + np.arange(max_blocks * block_size)  # [B, N]
 
@@ -205,8 +211,10 @@ def _group(
     # zero weight, and 0 * NaN is NaN, so what an unused block holds must never be read.
     column = first_block + np.arange(max_blocks)  # [B, blocks]
     column = np.where(column * block_size < computed + n, column, first_block)
-    block = layout.block_tables.numpy()[slot, column].astype(np.int64)
+    tables = layout.block_tables.numpy()
+    block = tables[slot, np.minimum(column, tables.shape[1] - 1)].astype(np.int64)
     key = (block[:, :, None] * block_size + np.arange(block_size)).reshape(len(spans), -1)  # [B, N]
+    key = np.where((own_slot >= 0) & (position >= shared), own_slot + position - shared, key)
     key = np.where(position < computed + n, key, key[:, :1])
 
     last = query[:, -1:] if bidirectional else query  # position of the last key a row sees

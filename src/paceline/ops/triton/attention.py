@@ -15,8 +15,8 @@ long ones is shared by few programs, and the others leave at once.
 or by many; tiles are always of one size. A row then gets the same bits in a prefill chunk, a span, or alone:
 blocks and chunks in which it sees no key change nothing, exactly.
 
-Seam: a row tree's ancestor mask would be one more term of ``visible``, for keys at or above the sequence's
-``num_computed``.
+A *chain* (``layout.Branches``) finds its keys through the block table of the sequence it branches off, and
+from its first position on in consecutive slots of its own; all else is as for any sequence.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class AttentionConfig:
 
 @triton.jit
 def _attend(
-    q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position, begin, end, scale_log2,
-    NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr,
-    BIDIRECTIONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, end,
+    scale_log2, BRANCHES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    WINDOW: tl.constexpr, BIDIRECTIONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of the tile over the keys begin … end - 1: (result [BLOCK_M, D], log2 of the sum of the
     scores' exponentials [BLOCK_M], -inf where no key is seen).
@@ -88,8 +88,14 @@ def _attend(
     for first_key in range(begin, end, BLOCK_N):
         key = first_key + tl.arange(0, BLOCK_N)
         exists = key < end
-        block = tl.load(table_ptr + key // P, mask=exists, other=0).to(tl.int64)  # int64: 2^31 elements
-        offset = ((block * P + key % P) * NUM_KV_HEADS + kv_head) * D
+        in_table = exists
+        if BRANCHES:
+            in_table = exists & (key < shared)
+        block = tl.load(table_ptr + key // P, mask=in_table, other=0).to(tl.int64)  # int64: 2^31 elements
+        cache_slot = block * P + key % P
+        if BRANCHES:
+            cache_slot = tl.where(in_table, cache_slot, own_slot + key - shared)
+        offset = (cache_slot * NUM_KV_HEADS + kv_head) * D
         address = offset[:, None] + column[None, :]
         k = tl.load(k_cache_ptr + address, mask=exists[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
@@ -132,6 +138,7 @@ def _merge(peak, total, acc, part, lse):
         "slots_ptr",
         "row_start_ptr",
         "num_computed_ptr",
+        "own_slots_ptr",
         "block_tables_ptr",
         "num_seqs",
         "num_splits",
@@ -148,7 +155,8 @@ def _attention_kernel(
     counter_ptr,  # with SPLIT [tiles, KV]
     slots_ptr,
     row_start_ptr,
-    num_computed_ptr,
+    num_computed_ptr,  # of each slot; with BRANCHES the sequences' own starts, [B]
+    own_slots_ptr,  # with BRANCHES [B] int64
     block_tables_ptr,
     table_stride,
     num_seqs,
@@ -161,6 +169,7 @@ def _attention_kernel(
     P: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     BIDIRECTIONAL: tl.constexpr,
+    BRANCHES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     SEARCH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -192,7 +201,14 @@ def _attention_kernel(
     if tile_row >= num_rows:
         return
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    computed = tl.load(num_computed_ptr + slot)
+    if BRANCHES:
+        computed = tl.load(num_computed_ptr + seq)
+        own_slot = tl.load(own_slots_ptr + seq)
+        shared = tl.where(own_slot < 0, 2147483647, computed)  # keys before this position are in the table
+    else:
+        computed = tl.load(num_computed_ptr + slot)
+        own_slot = computed  # neither is used
+        shared = computed
 
     begin = 0
     end = computed + (num_rows if BIDIRECTIONAL else tl.minimum(tile_row + TILE_ROWS, num_rows))
@@ -230,9 +246,9 @@ def _attention_kernel(
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         for chunk in range(first_chunk, tl.cdiv(end, CHUNK)):
             part, lse = _attend(
-                q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position,
+                q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position,
                 tl.maximum(begin, chunk * CHUNK), tl.minimum(end, chunk * CHUNK + CHUNK), scale_log2,
-                NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+                BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             peak, total, acc = _merge(peak, total, acc, part, lse)
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -245,8 +261,8 @@ def _attention_kernel(
             begin += split * split_keys
             end = tl.minimum(end, begin + split_keys)
         out, lse = _attend(
-            q, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, query_position, begin, end, scale_log2,
-            NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+            q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, end,
+            scale_log2, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if SPLIT:
         result = tile * NUM_KV_HEADS + kv_head
@@ -382,7 +398,7 @@ def paged_attention(
             config = fixed_config(layout, num_rows, group, num_kv_heads, q.dtype)
         else:
             config = choose_config(layout, num_rows, group, num_kv_heads, q.dtype, _num_processors(q.device))
-    splits, tile_rows = config.num_splits, config.block_m // group
+    splits, tile_rows, branches = config.num_splits, config.block_m // group, layout.branches
     tiles = num_tiles(layout, num_rows, tile_rows)
     partial = lse = out
     if splits > 1:
@@ -400,7 +416,8 @@ def paged_attention(
         counters(q.device),
         layout.slots,
         layout.row_start,
-        layout.num_computed,
+        layout.num_computed if branches is None else branches.starts,
+        layout.slots if branches is None else branches.own_slots,
         layout.block_tables,
         layout.block_tables.stride(0),
         len(layout.host_rows),
@@ -413,6 +430,7 @@ def paged_attention(
         P=block_size,
         WINDOW=window or 0,
         BIDIRECTIONAL=bidirectional,
+        BRANCHES=branches is not None,
         TILE_ROWS=tile_rows,
         SEARCH=max(layout.host_rows) > tile_rows,
         SPLIT=splits > 1,
