@@ -25,6 +25,8 @@ from paceline.speculation.planner import Batch, Decision, Planner
 
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
 PROMPT_LEN = 128
+MAX_TOKENS = 400
+ROUNDS = 48
 
 
 class Plain(Planner):
@@ -55,11 +57,12 @@ def measure(driver: Driver, batch_size: int, accept_length: float, rounds: int) 
     driver.run(prompts, 1)
     row: dict[str, Any] = {"batch_size": batch_size, "accept_length": accept_length}
     drafted = round(accept_length * rounds)
+    planned = min(2 * drafted, MAX_TOKENS)
     for name, chosen, tokens in (
         ("plain", plain, rounds),
         ("fixed", None, drafted),
-        ("look", planner, 3 * rounds),
-        ("auto", planner, 3 * rounds),
+        ("look", planner, planned),
+        ("auto", planner, planned),
     ):
         scheduler.planner = chosen
         before = planner.rounds.copy()
@@ -91,7 +94,7 @@ def main() -> None:
         for size in sizes:
             if time.perf_counter() - start > options.limit_s:
                 break
-            row = measure(driver, size, accept_length, 24 if options.cpu else 48)
+            row = measure(driver, size, accept_length, ROUNDS)
             report["results"].append(row)
             print(
                 f"batch {size:4d}  accept {accept_length:.1f}  plain {row['plain']:8.0f}  "

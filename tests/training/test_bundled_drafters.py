@@ -27,10 +27,9 @@ PROMPTS = (
 
 def serve(method: str) -> tuple[list[list[int]], EngineStats]:
     """Greedy answers with a bundled drafter."""
+    every = {"method": method, "verify_planner": "off"}
     core = make_core(
-        EngineConfig.of(
-            device="cpu", max_model_len=512, max_num_seqs=8, speculative_config={"method": method}
-        )
+        EngineConfig.of(device="cpu", max_model_len=512, max_num_seqs=8, speculative_config=every)
     )
     tokenizer = Tokenizer.from_folder(BUNDLED_MODEL)
     answers: list[list[int]] = [[] for _ in PROMPTS]

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
-from paceline.bench.driver import Driver
+from paceline.bench.driver import Driver, with_every_draft
 from paceline.bench.machine import describe_engine, describe_machine
 from paceline.bench.prompts import read_prompts
 from paceline.bench.report import Column, Plot, Report, Row
@@ -69,12 +68,10 @@ def run_breaks(engine: EngineConfig, prompts_path: str | None, output_len: int) 
     Raises:
         ConfigError: no drafter, prompts that cannot be read, or outputs too short for a whole round.
     """
-    speculation = engine.speculation
-    if speculation is None:
+    if engine.speculation is None:
         raise ConfigError("There is no drafter to study. Name one with --speculative-config.")
     texts = read_prompts(prompts_path)
-    every = msgspec.structs.replace(speculation, verify_planner="off")
-    driver = Driver(msgspec.structs.replace(engine, speculative_config=every))
+    driver = Driver(with_every_draft(engine))
     tokenizer = Tokenizer.from_folder(Path(driver.info.folder))
     recorder = RoundRecorder.on(driver.core)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from paceline.config import EngineConfig
@@ -238,3 +239,12 @@ def _arrivals(count: int, rate: float | None) -> list[float]:
         times.append(now)
         now += rng.expovariate(rate)
     return times
+
+
+def with_every_draft(engine: EngineConfig) -> EngineConfig:
+    """The same engine, verifying all drafts whether or not they pay; as it is without a drafter."""
+    speculation = engine.speculation
+    if speculation is None:
+        return engine
+    every = msgspec.structs.replace(speculation, verify_planner="off")
+    return msgspec.structs.replace(engine, speculative_config=every)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.bench import stages
-from paceline.bench.driver import Driver, random_prompts
+from paceline.bench.driver import Driver, random_prompts, with_every_draft
 from paceline.bench.floor import Floor, read_floor
 from paceline.bench.machine import describe_engine, describe_machine, read_bandwidth
 from paceline.bench.report import Column, Plot, Report
@@ -110,7 +110,7 @@ def measure_round(
 
 def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_rounds: int) -> Report:
     """Take a round of one engine apart; see :func:`measure_round`."""
-    driver = Driver(engine)
+    driver = Driver(with_every_draft(engine))
     device = torch.device(driver.info.device)
     bytes_per_s = read_bandwidth(device)
     return Report(

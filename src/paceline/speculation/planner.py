@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EXPLORE_SHARE = 0.006
 """Most tokens given up to find out what else would be faster now, as a share of all."""
 FREE_TRIALS = 2
-FREE_EVERY = 8
+FREE_EVERY = 16
 FREE_PRICE = 8.0
 """Trials of a depth that need not be paid for, for each size of batch that costs are known for; the rounds
 between any two of them; and the price up to which they are free, in rounds."""
@@ -224,8 +224,9 @@ class Planner:
             return _Trial(began if began in choices else choices[-1], propose, float(num_seqs))
         if in_place != propose or not any(batch.can_draft):
             return None
-        # Of those that have not run for equally long the deepest: it tells of all positions.
-        kinds = {k: self.costs.kind(Round(num_seqs, k, k > 0)) for k in reversed(choices) if k != self._depth}
+        # Of those that have not run for equally long plain decoding, then the deepest: it tells most.
+        order = (0, *reversed(choices[1:]))
+        kinds = {k: self.costs.kind(Round(num_seqs, k, k > 0)) for k in order if k != self._depth}
         other = min(kinds, key=lambda k: self._last_run.get(kinds[k], -1))
         if not propose:
             price = rate * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
