@@ -35,7 +35,13 @@ from support.engines import GOLDEN
 
 def options(drafter: str | None = None, **fields: Any) -> EngineConfig:
     """A golden engine's options."""
-    speculation = {} if drafter is None else {"model": str(GOLDEN / drafter), "synthetic_accept_length": 3.0}
+    speculation: dict[str, Any] = {}
+    if drafter is not None:  # what is drafted must not depend on the clock
+        speculation = {
+            "model": str(GOLDEN / drafter),
+            "synthetic_accept_length": 3.0,
+            "verify_planner": "off",
+        }
     return EngineConfig.of(
         model=str(GOLDEN / "qwen3_tiny"),
         device="cpu",
