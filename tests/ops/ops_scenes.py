@@ -156,7 +156,7 @@ def make_branched_scene(
             joined(before.to(device), starts).int(), joined(torch.full((len(spans),), -1).to(device), own)
         ),
     )
-    return Scene(layout, joined(scene.q, q), *caches, scene.scale)
+    return Scene(layout, joined(scene.q, q), caches[0], caches[1], scene.scale)
 
 
 def rope_table(num_positions: int, head_dim: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ops_scenes import Scene, make_branched_scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
 
-from paceline.ops import LowRank, RowNoise, draft_argmax, reference
+from paceline.ops import LowRank, RowNoise, draft_argmax, draft_best_two, reference
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.linear import fixed_config
 
@@ -106,17 +106,20 @@ def test_draft_argmax(
         ids = torch.randperm(vocab, device=DEVICE).to(torch.int32)
         keys = torch.randint(-(2**62), 2**62, (rows,), device=DEVICE)
         noise = RowNoise(keys, torch.arange(rows, device=DEVICE), temperature, ids)
-    best = kernels.draft_argmax(logits, low_rank, noise)
+    best, two = (op(logits, low_rank, noise) for op in (kernels.draft_argmax, kernels.draft_best_two))
     low_rank_cpu = low_rank and LowRank(*(x.cpu() for x in low_rank if x is not None))
     noise_cpu = noise and RowNoise(*(x.cpu() for x in noise))
-    expected = draft_argmax(logits.cpu(), low_rank_cpu, noise_cpu)
-    assert best.dtype == torch.int64 and best[0] == 7
+    expected = draft_best_two(logits.cpu(), low_rank_cpu, noise_cpu)
+    assert torch.equal(expected[:, 0], draft_argmax(logits.cpu(), low_rank_cpu, noise_cpu))
+    assert best.dtype == two.dtype == torch.int64 and two[0].tolist() == [7, tied[1]]
+    assert torch.equal(best, two[:, 0]) and bool((two[:, 0] != two[:, 1]).all())
     if dtype == torch.float32:
-        assert torch.equal(best.cpu(), expected)
+        assert torch.equal(two.cpu(), expected)
     else:  # sums of another order may round a correction differently
-        assert (best.cpu() == expected).double().mean() > 0.8
+        assert (two.cpu() == expected).double().mean() > 0.8
     logits[-1] = torch.nan
     assert kernels.draft_argmax(logits, low_rank, noise)[-1] == vocab - 1
+    assert int(kernels.draft_best_two(logits, low_rank, noise).max()) < vocab
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:

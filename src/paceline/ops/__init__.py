@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.ops import reference, reference_attention
 from paceline.ops.activation import silu_mul
 from paceline.ops.dispatch import differentiated, kernels
-from paceline.ops.drafts import LowRank, RowNoise, draft_argmax
+from paceline.ops.drafts import LowRank, RowNoise, draft_argmax, draft_best_two
 from paceline.ops.layout import Branches, RowLayout
 from paceline.ops.linear import linear, linear_parts, linear_silu_mul, pack_linear
 
@@ -22,6 +22,7 @@ __all__ = [
     "RowNoise",
     "add_rms_norm",
     "draft_argmax",
+    "draft_best_two",
     "kv_norm_rope_write",
     "linear",
     "linear_parts",

@@ -61,6 +61,25 @@ def draft_argmax(logits: Tensor, low_rank: LowRank | None = None, noise: RowNois
     if logits.is_cuda:
         best: Tensor = kernels().draft_argmax(logits, low_rank, noise)
         return best
+    return _scores(logits, low_rank, noise).argmax(-1)
+
+
+def draft_best_two(logits: Tensor, low_rank: LowRank | None = None, noise: RowNoise | None = None) -> Tensor:
+    """:func:`draft_argmax` and the second best, in the same pass over the vocabulary.
+
+    Returns:
+        [R, 2] int64: of equal scores the lower index is the better.
+    """
+    if logits.is_cuda:
+        found: Tensor = kernels().draft_best_two(logits, low_rank, noise)
+        return found
+    scores = _scores(logits, low_rank, noise)
+    best = scores.argmax(-1, keepdim=True)
+    return torch.cat((best, scores.scatter(-1, best, -torch.inf).argmax(-1, keepdim=True)), dim=-1)
+
+
+def _scores(logits: Tensor, low_rank: LowRank | None, noise: RowNoise | None) -> Tensor:
+    """What the choice is made from, [R, V] fp32."""
     scores = logits.float()
     if low_rank is not None:
         vectors = low_rank.table[low_rank.rows]
@@ -69,4 +88,4 @@ def draft_argmax(logits: Tensor, low_rank: LowRank | None = None, noise: RowNois
         scale = noise.inv_temperature[:, None]
         noisy = scores * scale + gumbel(row_keys(noise.seed_keys, noise.positions), noise.token_ids)
         scores = torch.where(scale > 0, noisy, scores)
-    return scores.argmax(-1)
+    return scores

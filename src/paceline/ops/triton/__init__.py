@@ -2,7 +2,7 @@
 
 from paceline.ops.triton.activation import silu_mul
 from paceline.ops.triton.attention import paged_attention
-from paceline.ops.triton.drafts import draft_argmax
+from paceline.ops.triton.drafts import draft_argmax, draft_best_two
 from paceline.ops.triton.matmul import matmul
 from paceline.ops.triton.norm import add_rms_norm, rms_norm
 from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
@@ -10,6 +10,7 @@ from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_wr
 __all__ = [
     "add_rms_norm",
     "draft_argmax",
+    "draft_best_two",
     "kv_norm_rope_write",
     "matmul",
     "paged_attention",

@@ -3,7 +3,8 @@
 Each program walks over a piece of the vocabulary: a tile of the weights times the rows' vectors, plus the
 logits, plus noise made in registers. The best so far is kept for each place in the tile and each row, so that
 the loop compares but never reduces; a program leaves one score and index per row, and a second, tiny kernel
-picks among the pieces. A maximum is exact: the cut cannot change the result.
+picks among the pieces. A maximum is exact: the cut cannot change the result. Where the second best is wanted
+as well, each place and each piece keeps its best two.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def _piece_kernel(
     positions_ptr,  # [R]
     inv_temperature_ptr,  # [R] fp32
     token_ids_ptr,  # [V] int32
-    score_ptr,  # [R, pieces] fp32
-    best_ptr,  # [R, pieces] int32
+    score_ptr,  # [R, pieces * COUNT] fp32
+    best_ptr,  # [R, pieces * COUNT] int32
     logits_stride,
     num_rows,
     vocab_size,
@@ -41,6 +42,7 @@ def _piece_kernel(
     RANK: tl.constexpr,  # 0: no correction
     RANK_BLOCK: tl.constexpr,  # RANK in whole blocks of a power of two
     NOISE: tl.constexpr,
+    COUNT: tl.constexpr,  # 1 or 2
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -63,6 +65,9 @@ def _piece_kernel(
     place = tl.arange(0, BLOCK_V)
     best_score = tl.full((BLOCK_V, BLOCK_M), float("-inf"), tl.float32)
     best = tl.full((BLOCK_V, BLOCK_M), 2147483647, tl.int32)
+    if COUNT == 2:
+        second_score = best_score
+        second = best
     for first in range(piece * piece_size, tl.minimum((piece + 1) * piece_size, vocab_size), BLOCK_V):
         token = first + place
         inside = token < vocab_size
@@ -78,39 +83,66 @@ def _piece_kernel(
             ids = tl.load(token_ids_ptr + token, mask=inside, other=0)[:, None]
             score = tl.where(random, score * scale + gumbel(key, ids), score)
         better = score > best_score  # strict: an earlier tile keeps a tie; NaN loses
+        if COUNT == 2:
+            next_better = score > second_score
+            second = tl.where(better, best, tl.where(next_better, token[:, None], second))
+            second_score = tl.where(better, best_score, tl.where(next_better, score, second_score))
         best_score = tl.where(better, score, best_score)
         best = tl.where(better, token[:, None], best)
     top = tl.max(best_score, axis=0)
     first_best = tl.min(tl.where(best_score == top[None, :], best, 2147483647), axis=0)
-    out_at = row.to(tl.int64) * pieces + piece
+    out_at = (row.to(tl.int64) * pieces + piece) * COUNT
     tl.store(score_ptr + out_at, top, mask=exists)
     tl.store(best_ptr + out_at, first_best, mask=exists)
+    if COUNT == 2:  # the winner's place has its second best to offer, the others their best
+        won = best == first_best[None, :]
+        best_score = tl.where(won, second_score, best_score)
+        best = tl.where(won, second, best)
+        top = tl.max(best_score, axis=0)
+        first_best = tl.min(tl.where(best_score == top[None, :], best, 2147483647), axis=0)
+        tl.store(score_ptr + out_at + 1, top, mask=exists)
+        tl.store(best_ptr + out_at + 1, first_best, mask=exists)
 
 
-@triton.jit(do_not_specialize=["pieces", "vocab_size"])
-def _pick_kernel(score_ptr, best_ptr, out_ptr, pieces, vocab_size, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["candidates", "vocab_size"])
+def _pick_kernel(
+    score_ptr, best_ptr, out_ptr, candidates, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.arange(0, BLOCK)
-    inside = piece < pieces
-    score = tl.load(score_ptr + row * pieces + piece, mask=inside, other=float("-inf"))
-    best = tl.load(best_ptr + row * pieces + piece, mask=inside, other=2147483647)
-    found = tl.min(tl.where(score == tl.max(score, axis=0), best, 2147483647), axis=0)
-    # without any number among the scores, the last index: never one outside the vocabulary
-    tl.store(out_ptr + row, tl.minimum(found, vocab_size - 1).to(tl.int64))
+    candidate = tl.arange(0, BLOCK)
+    inside = candidate < candidates
+    score = tl.load(score_ptr + row * candidates + candidate, mask=inside, other=float("-inf"))
+    best = tl.load(best_ptr + row * candidates + candidate, mask=inside, other=2147483647)
+    for place in tl.static_range(COUNT):
+        found = tl.min(tl.where(score == tl.max(score, axis=0), best, 2147483647), axis=0)
+        # without any number among the scores, the last index: never one outside the vocabulary
+        tl.store(out_ptr + row * COUNT + place, tl.minimum(found, vocab_size - 1).to(tl.int64))
+        score = tl.where(best == found, float("-inf"), score)
 
 
 def draft_argmax(logits: Tensor, low_rank: LowRank | None = None, noise: RowNoise | None = None) -> Tensor:
     """See :func:`paceline.ops.draft_argmax`."""
+    return _best(logits, low_rank, noise, 1).view(-1)
+
+
+def draft_best_two(logits: Tensor, low_rank: LowRank | None = None, noise: RowNoise | None = None) -> Tensor:
+    """See :func:`paceline.ops.draft_best_two`."""
+    return _best(logits, low_rank, noise, 2)
+
+
+def _best(logits: Tensor, low_rank: LowRank | None, noise: RowNoise | None, count: int) -> Tensor:
+    """The best ``count`` indices of each row, [R, count] int64."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    out = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
+    out = torch.empty((num_rows, count), dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
     tiles = triton.cdiv(vocab_size, BLOCK_V)
     piece_size = triton.cdiv(tiles, PROGRAMS) * BLOCK_V
     pieces = triton.cdiv(vocab_size, piece_size)
-    score = torch.empty((num_rows, pieces), dtype=torch.float32, device=logits.device)
-    best = torch.empty((num_rows, pieces), dtype=torch.int32, device=logits.device)
+    candidates = pieces * count
+    score = torch.empty((num_rows, candidates), dtype=torch.float32, device=logits.device)
+    best = torch.empty((num_rows, candidates), dtype=torch.int32, device=logits.device)
     block_m = max(16, min(triton.next_power_of_2(num_rows), MOST_ROWS))
     rank = 0 if low_rank is None else low_rank.weight.shape[1]
     table, table_rows, weight, _ = low_rank or (logits, out, logits, None)  # stand-ins are not read
@@ -135,12 +167,20 @@ def draft_argmax(logits: Tensor, low_rank: LowRank | None = None, noise: RowNois
         RANK=rank,
         RANK_BLOCK=max(16, triton.next_power_of_2(rank)),
         NOISE=noise is not None,
+        COUNT=count,
         BLOCK_M=block_m,
         BLOCK_V=BLOCK_V,
         num_warps=4 if block_m <= 32 else 8,
         num_stages=3 if rank <= 256 else 2,
     )
     _pick_kernel[(num_rows,)](
-        score, best, out, pieces, vocab_size, BLOCK=triton.next_power_of_2(pieces), num_warps=4
+        score,
+        best,
+        out,
+        candidates,
+        vocab_size,
+        COUNT=count,
+        BLOCK=triton.next_power_of_2(candidates),
+        num_warps=4,
     )
     return out
