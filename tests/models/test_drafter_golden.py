@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -187,6 +187,45 @@ def test_hedge_chains(name: str, round_name: str) -> None:
         for row, p in enumerate(branches):
             assert hedges.tokens[row].tolist() == found[f"{key}.hedge{p}_ids"].tolist()
             close(hedges.logits[row], found[f"{key}.hedge{p}_corrected_logits"])
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_chains_that_branch_off_are_those_drafted_with_the_runner_up_given(name: str, noisy: bool) -> None:
+    found, drafter = golden(name)
+    cases = [case for case in detailed(found) if "r2" in case][:3]
+    contexts = [context_tokens(found, case, "r1") for case in cases]
+    anchors = torch.tensor([case["r1"]["anchor"] for case in cases])
+    _, slots, _ = run_rounds(drafter, contexts, anchors.tolist())
+    ids = torch.arange(slots.logits.shape[-1], dtype=torch.int32)
+    ids = ids if drafter.target_ids is None else drafter.target_ids.int()
+    keys = 77 * torch.arange(len(cases)) + 5
+
+    def row_noise(rows: Tensor) -> Callable[[int], RowNoise] | None:
+        """The noise of blocks, by slot; the last block is greedy."""
+        temperature = 1.0 * (rows < len(cases) - 1)
+        return (lambda slot: RowNoise(keys[rows], 9 * rows + slot, temperature, ids)) if noisy else None
+
+    def scored(rows: Tensor) -> Callable[[int, Tensor], Tensor] | None:
+        def add(slot: int, logits: Tensor) -> Tensor:
+            noise = gumbel(row_keys(keys[rows], 9 * rows + slot), ids)
+            return torch.where((rows < len(cases) - 1)[:, None], logits + noise, logits)
+
+        return add if noisy else None
+
+    blocks, positions = torch.arange(len(cases)), (0, 2, 3)
+    chain = drafter.chain(slots, anchors, noise=scored(blocks))
+    drafts, seconds = drafter.draft_with_seconds(slots, anchors, positions, row_noise(blocks))
+    assert drafts.tolist() == chain.tokens.tolist()
+    assert [second.tolist() for second in seconds] == [chain.runner_up[:, p].tolist() for p in positions]
+    found_chains = drafter.branch_off(
+        slots, anchors, drafts, seconds, positions, row_noise(blocks.repeat_interleave(len(positions)))
+    )
+    for i, p in enumerate(positions):
+        given = torch.full_like(chain.tokens, -1)
+        given[:, :p], given[:, p] = chain.tokens[:, :p], chain.runner_up[:, p]
+        expected = drafter.chain(slots, anchors, given, noise=scored(blocks)).tokens
+        assert found_chains[:, i].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -356,15 +356,72 @@ class Drafter(nn.Module):
         Returns:
             int64 [N, g], target ids.
         """
-        head, tokens = self.markov_head, [anchors.long()]
+        return self.draft_with_seconds(slots, anchors, (), noise)[0]
+
+    def draft_with_seconds(
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        positions: Sequence[int],
+        noise: Callable[[int], ops.RowNoise] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """:meth:`draft`, and the exact second best at each of ``positions``, int64 [N] each: of the very
+        scores, noise included, that the best was chosen from.
+        """
+        head, tokens, seconds = self.markov_head, [anchors.long()], []
         state = None if head is None else head.initial_state(slots.hidden[:, 0])
         for slot in range(slots.hidden.shape[1]):
             low_rank = None
             if head is not None and state is not None:
                 low_rank, state = head.low_rank(tokens[-1], slots.hidden[:, slot], state)
-            best = ops.draft_argmax(slots.logits[:, slot], low_rank, None if noise is None else noise(slot))
-            tokens.append(self._to_target(best))
-        return torch.stack(tokens[1:], dim=-1)
+            arguments = slots.logits[:, slot], low_rank, None if noise is None else noise(slot)
+            if slot in positions:
+                best, second = self._to_target(ops.draft_best_two(*arguments)).unbind(-1)
+                seconds.append(second)
+            else:
+                best = self._to_target(ops.draft_argmax(*arguments))
+            tokens.append(best)
+        return torch.stack(tokens[1:], dim=-1), seconds
+
+    def branch_off(
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        drafts: Tensor,
+        seconds: Sequence[Tensor],
+        positions: Sequence[int],
+        noise: Callable[[int], ops.RowNoise] | None = None,
+    ) -> Tensor:
+        """Hedge chains: the drafts before a position, the second best there, and from there on drafted on the
+        same logits with the new predecessor. The parallel pass is not repeated.
+
+        Args:
+            slots: g slots of N blocks.
+            anchors: int [N].
+            drafts, seconds: what :meth:`draft_with_seconds` returned.
+            positions: C of them, ascending.
+            noise: maps a slot to the noise of its N * C rows, block by block.
+
+        Returns:
+            int64 [N, C, g], target ids.
+        """
+        count, head = len(positions), self.markov_head
+        chains = drafts[:, None].repeat(1, count, 1)
+        for i, (position, second) in enumerate(zip(positions, seconds, strict=True)):
+            chains[:, i, position] = second
+        if head is None:  # a slot's logits do not depend on the token before it
+            return chains
+        hidden = slots.hidden.repeat_interleave(count, dim=0)  # [N * C, g, d]
+        previous, state = anchors.long().repeat_interleave(count), head.initial_state(hidden[:, 0])
+        for slot in range(hidden.shape[1]):
+            low_rank, state = head.low_rank(previous, hidden[:, slot], state)
+            begun = sum(position < slot for position in positions)
+            if begun:
+                logits = slots.logits[:, slot].repeat_interleave(count, dim=0)
+                best = ops.draft_argmax(logits, low_rank, None if noise is None else noise(slot))
+                chains[:, :begun, slot] = self._to_target(best).view(-1, count)[:, :begun]
+            previous = chains[:, :, slot].reshape(-1)
+        return chains
 
     def chain(
         self,
