@@ -128,7 +128,7 @@ class DecodeRound:
         return RoundOutput(sampled, accepted, drawn.logprobs)
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
-        """Logits of the rows, fp32; the drafter's context is written on the way."""
+        """Logits of the rows; the drafter's context is written on the way."""
         drafting, few_rows = self._drafting, self._few_rows
         if few_rows is not None:
             logits = few_rows(tokens, layout)
@@ -139,7 +139,7 @@ class DecodeRound:
         hidden, tapped = self._model(tokens, layout.positions, PagedContext(self._cache, layout), taps)
         if drafting is not None and tapped is not None:
             drafting.write_context(tapped, layout)
-        return self._model.logits(hidden).float()
+        return self._model.logits(hidden)
 
     def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
         """The rows' layout and the tokens they are fed, [N * (K + 1)]."""

@@ -28,7 +28,7 @@ def sample_fixed(
     """One token for each row of N spans of W rows, those ``sample`` would pick.
 
     Args:
-        logits: [N * W, V] fp32, contiguous. Overwritten.
+        logits: [N * W, V] contiguous, fp32 or what the weights are. Overwritten.
         rows: N * W rows; the W rows of a span are consecutive positions of one slot.
         fed: [N, W] int32, the rows' own tokens.
         state: parameters of the rows' slots, whose ``fixed_kind`` must be ``kind`` or come before it.
@@ -39,14 +39,16 @@ def sample_fixed(
         ``FIXED_TOP`` most likely tokens.
     """
     if kind == "greedy":
-        return SampleOutput(logits.argmax(-1).to(torch.int32), None)
+        greedy = _argmax(logits, rows, state) if logits.is_cuda else logits.argmax(-1).to(torch.int32)
+        return SampleOutput(greedy, None)
+    logits = logits.float()
     if kind != "full":
         return SampleOutput(_pick(logits, rows, state, kind), None)
     tokens, logprobs = [], []
     for first, last in _pieces(*fed.shape):
         width = fed.shape[1]
         index = slice(first * width, last * width)
-        part = SampleRows(rows.slots[index], rows.positions[index], rows.tokens, rows.max_len)
+        part = rows.pick(index)
         raw = logits[index].clone()
         process_spans(logits[index], part, fed[first:last], state)
         tokens.append(_pick(logits[index], part, state, kind))
@@ -69,17 +71,23 @@ def _pieces(num_spans: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, num_spans)
 
 
+def _argmax(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
+    """Tokens [Q] of logits [Q, V] on a GPU: the largest, with noise where rows are random."""
+    from paceline.sampling.triton_sampler import sample_argmax
+
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
+    return tokens
+
+
 def _pick(logits: Tensor, rows: SampleRows, state: SamplingState, kind: FixedKind) -> Tensor:
     """Tokens [Q] of processed logits [Q, V]."""
     if logits.is_cuda:
         from paceline.sampling.triton_filters import keep_likely
-        from paceline.sampling.triton_sampler import sample_argmax
 
         if kind != "random":
             keep_likely(logits, rows.slots, state.floats, state.ints)
-        tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
-        return tokens
+        return _argmax(logits, rows, state)
     random = state.floats[rows.slots, INV_TEMPERATURE] > 0
     if kind == "filtered" or kind == "full":
         drawn = draw_ordered(logits, rows, state, logits.shape[1])

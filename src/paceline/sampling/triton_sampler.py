@@ -64,7 +64,7 @@ def gumbel(key, token_ids):
 
 @triton.jit
 def _piece_kernel(
-    logits_ptr,  # [Q, V] fp32
+    logits_ptr,  # [Q, V]
     slots_ptr,  # [Q]
     positions_ptr,  # [Q]
     floats_ptr,  # [num_slots, NUM_FLOATS] float64
@@ -89,7 +89,9 @@ def _piece_kernel(
         start = (piece * BLOCKS + block) * BLOCK
         tokens = start + tl.arange(0, BLOCK)
         inside = tokens < vocab_size
-        score = tl.load(logits_ptr + row * vocab_size + tokens, mask=inside, other=-float("inf"))
+        score = tl.load(logits_ptr + row * vocab_size + tokens, mask=inside, other=-float("inf")).to(
+            tl.float32
+        )
         if not greedy:
             score = score * inv_temperature + gumbel(key, tokens)
         score = tl.where(score == score, score, -float("inf"))  # NaN loses
@@ -118,7 +120,7 @@ def sample_argmax(
     """``argmax(logits / T + gumbel)`` of each row, ``argmax(logits)`` of greedy ones; lowest id on a tie.
 
     Args:
-        logits: [Q, V] fp32, contiguous.
+        logits: [Q, V] floating, contiguous.
         slots, positions: [Q] integer: slot and absolute position p of a row; its token will stand at p + 1.
         floats, ints: the state's tables.
         out: [Q] int32, overwritten.
