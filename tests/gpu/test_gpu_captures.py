@@ -43,6 +43,8 @@ def test_many_requests_on_one_prefix(count: int, drafter: str, eager: bool) -> N
     config = {"model": str(GOLDEN / drafter), "draft_state": "capture", "draft_capture_mb": 2}
     config["verify_planner"] = "off"
     core = make(enforce_eager=eager, speculative_config=config)
+    while core.runner.prepare():  # all rounds there are, so that none is made meanwhile
+        pass
     counters = core.scheduler.speculation
     rates: list[float] = []
     allocated = 0

@@ -87,6 +87,7 @@ def models() -> Models:
     values |= {"layer_types": values["layer_types"][:2], "mask_token_id": 5}
     drafter = Drafter(read_drafter_config(values, config), target, device="cuda", dtype=torch.bfloat16)
     fill(drafter)
+    drafter.freeze()
     return Models(target, drafter)
 
 

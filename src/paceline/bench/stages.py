@@ -162,7 +162,7 @@ class ProfilerRecorder(Recorder):
     def profiled(self) -> Iterator[None]:
         """Record, profile, and at the end charge the kernels."""
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile, self.active():
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile, self.active():
             yield
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
