@@ -207,6 +207,24 @@ def test_lists_as_long_as_they_may_be() -> None:
         assert (drawn == best) == expected, best
 
 
+def test_rows_of_a_chain_see_the_tokens_of_the_chain() -> None:
+    """Two chains beside a sequence, with its parameters and tokens of their own."""
+    state = SamplingState(2, V, eos_token_ids=[EOS], device="cpu")
+    fields: dict[str, Any] = {"frequency_penalty": 1.5, "bad_words_ids": [[4, 9], [5, 8]]}
+    state.set_slot(1, params(temperature=0, **fields), 0, 1)
+    chains = torch.tensor([[1, 2, 3, 4, 4], [1, 2, 3, 5, 5]], dtype=torch.int32)
+    slots, positions = torch.ones(4, dtype=torch.int32), torch.tensor([3, 4, 3, 4])
+    rows = SampleRows(slots, positions, chains, 5, torch.tensor([0, 0, 1, 1]))
+    logits = torch.zeros(1, V).repeat(4, 1)
+    logits[:, [4, 5, 9, 8]] = torch.tensor([3.0, 3.0, 4.0, 4.0])
+    drawn = sample_fixed(logits, rows, chains[:, 3:], state, "full").tokens
+    assert drawn.tolist() == [8, 8, 9, 9]
+    logits = torch.zeros(1, V).repeat(4, 1)
+    logits[:, [4, 5]] = torch.tensor([3.0, 3.1])
+    drawn = sample_fixed(logits, rows, chains[:, 3:], state, "full").tokens
+    assert drawn.tolist() == [5, 5, 4, 4]
+
+
 @pytest.mark.gpu
 def test_a_device_draws_what_the_cpu_draws() -> None:
     """Captured as a graph, with every parameter; equal but for near ties."""

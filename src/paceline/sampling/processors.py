@@ -41,16 +41,25 @@ class SampleRows:
         device: absolute position p of the row's token. The sampled one stands at p + 1.
         tokens: [num_slots, L] int32, on the device: token ids of the sequences; of row q's, 0 … p are read.
         max_len: upper bound of p + 1 over the rows, known to the host.
+        owners: [Q] integer, on the device: which row of ``tokens`` holds the sequence of each row, where
+        that is not its slot: rows of a hedge chain see the chain's own tokens.
     """
 
     slots: Tensor
     positions: Tensor
     tokens: Tensor
     max_len: int
+    owners: Tensor | None = None
 
-    def pick(self, index: Tensor) -> SampleRows:
+    @property
+    def sequences(self) -> Tensor:
+        """Which row of ``tokens`` holds the sequence of each row, [Q]."""
+        return self.slots if self.owners is None else self.owners
+
+    def pick(self, index: Tensor | slice) -> SampleRows:
         """Some of the rows."""
-        return SampleRows(self.slots[index], self.positions[index], self.tokens, self.max_len)
+        owners = None if self.owners is None else self.owners[index]
+        return SampleRows(self.slots[index], self.positions[index], self.tokens, self.max_len, owners)
 
 
 def process(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> None:
@@ -84,7 +93,7 @@ def process_spans(logits: Tensor, rows: SampleRows, fed: Tensor, state: Sampling
     add_bias(logits, rows, state)
     # The rows of a span share all tokens up to the first of them: those are counted once.
     N, W = fed.shape
-    anchors = SampleRows(rows.slots[::W], rows.positions[::W], rows.tokens, rows.max_len)
+    anchors = rows.pick(slice(None, None, W))
     before = torch.ones(W, W, device=logits.device).tril_()
     before[:, 0] = 0.0  # the first row's token is counted
     index = fed.long()[:, None].expand(-1, W, -1)  # [N, W rows, W tokens]
@@ -106,7 +115,7 @@ def suppress_bad_words(logits: Tensor, rows: SampleRows, state: SamplingState) -
     lists, slots = state.lists, rows.slots
     distance = torch.arange(LONGEST_PREFIX, device=logits.device)
     positions = (rows.positions[:, None] - distance).clamp(min=0)  # [n, w], the row's own token first
-    hashes = suffix_hashes(rows.tokens[slots[:, None], positions].long())  # [n, w + 1]
+    hashes = suffix_hashes(rows.tokens[rows.sequences[:, None], positions].long())  # [n, w + 1]
     prefix = lists.word_prefix[slots]  # [n, W]
     found = hashes.gather(1, prefix.clamp(min=0)) == lists.word_hash[slots]
     # As in vLLM, a word cannot begin in the prompt.
@@ -145,7 +154,7 @@ def _count(rows: SampleRows, state: SamplingState, vocab_size: int) -> tuple[Ten
     output = valid & (index >= prompt_len[:, None])
     # Anything may stand after the row: such entries have weight 0, and all kinds of ids, because additions to
     # one address wait for each other.
-    tokens = torch.where(valid, rows.tokens[:, : len(index)][rows.slots], index % vocab_size).to(torch.int64)
+    tokens = torch.where(valid, rows.tokens[:, : len(index)][rows.sequences], index % vocab_size).to(torch.int64)
     counts = torch.zeros(len(valid), vocab_size, device=rows.tokens.device)
     return counts.scatter_add(1, tokens, valid.float()), counts.scatter_add(1, tokens, output.float())
 
