@@ -154,7 +154,9 @@ def _count(rows: SampleRows, state: SamplingState, vocab_size: int) -> tuple[Ten
     output = valid & (index >= prompt_len[:, None])
     # Anything may stand after the row: such entries have weight 0, and all kinds of ids, because additions to
     # one address wait for each other.
-    tokens = torch.where(valid, rows.tokens[:, : len(index)][rows.sequences], index % vocab_size).to(torch.int64)
+    tokens = torch.where(valid, rows.tokens[:, : len(index)][rows.sequences], index % vocab_size).to(
+        torch.int64
+    )
     counts = torch.zeros(len(valid), vocab_size, device=rows.tokens.device)
     return counts.scatter_add(1, tokens, valid.float()), counts.scatter_add(1, tokens, output.float())
 
