@@ -234,6 +234,21 @@ def test_a_drafters_pass_is_the_layered_pass(models: Models, context: int) -> No
 
 
 @torch.inference_mode()
+def test_a_wider_model(models: Models) -> None:
+    """Qwen3-8B's shape: another variant of the kernel."""
+    full = Qwen3Config.from_pretrained(geometry_folder("qwen3-8b"))
+    config = dataclasses.replace(full, num_hidden_layers=2, windows=full.windows[:2], vocab_size=VOCAB)
+    target = Qwen3ForCausalLM(config, device="cuda", dtype=torch.bfloat16)
+    fill(target)
+    world = scene(models._replace(target=target), [130])
+    layout, tokens = world.layout(8), torch.randint(0, VOCAB, (8,), device="cuda")
+    hidden, _ = target(tokens, layout.positions, PagedContext(world.cache, layout))
+    run = FewRows(target, world.cache).target(1, 8)
+    assert run is not None
+    assert error(run(tokens, layout), target.logits(hidden)) < TOLERANCE
+
+
+@torch.inference_mode()
 def test_what_does_not_fit_is_left_to_the_layers(models: Models) -> None:
     world = scene(models, [10, 10])
     made = few_rows(models, world)

@@ -6,8 +6,6 @@ theirs. What changes is that a whole pass is one launch, during which memory is 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
@@ -17,9 +15,11 @@ from paceline.models.config import Qwen3Config
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
 from paceline.ops import RowLayout
+from paceline.ops.persistent.compiler import can_compile
 from paceline.ops.persistent.program import (
     HEAD_DIM,
     KEYS,
+    MAX_HIDDEN,
     MAX_QUERIES,
     MAX_ROWS,
     AttentionShape,
@@ -34,7 +34,7 @@ class Workspace:
 
     def __init__(self, model: Qwen3ForCausalLM, drafter: Drafter | None) -> None:
         weight = model.embed_tokens.weight
-        self.machine = Machine(weight.device)
+        self.machine = Machine(weight.device, model.config.hidden_size)
         configs = [model.config, *([drafter.config.layers] if drafter is not None else [])]
 
         def rows(width: int, dtype: torch.dtype = weight.dtype) -> Tensor:
@@ -276,7 +276,8 @@ class FewRows:
             weight.is_cuda
             and weight.dtype == torch.bfloat16
             and torch.cuda.get_device_capability(weight.device) >= (9, 0)
-            and find_spec("cuda.bindings") is not None
+            and can_compile()
+            and config.hidden_size <= MAX_HIDDEN
             and block_size % KEYS == 0
             and config.head_dim == HEAD_DIM
             and not config.attention_bias

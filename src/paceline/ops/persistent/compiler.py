@@ -17,6 +17,15 @@ import torch
 from paceline.errors import ConfigError
 
 
+def can_compile() -> bool:
+    """Whether NVRTC and the driver can be called: torch's CUDA builds bring the bindings."""
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError:
+        return False
+    return driver is not None and nvrtc is not None
+
+
 class CudaKernel:
     """One function of a compiled source.
 

@@ -25,11 +25,15 @@ MAX_SPLITS = 16
 """Blocks of the grid that share the keys of one head, at most."""
 
 _RING_BYTES, _WINDOW_BYTES = 194_560, 90_000
-_CHUNK_UNITS, _MAX_CHUNKS, _MAX_GROUPS = 5, 2, 2
+_CHUNK_UNITS, _MAX_GROUPS = 5, 2
+_CHUNKS = (2, 4)
+"""Chunks of the input that a warp may hold at once, by variant of the kernel: the fewer the faster."""
 _WARPS, _PRODUCERS = 8, 2
 _UNIT = _WARPS * 32
 _TILE_ROWS = 16
-_REST_BYTES = 2 * 2 * 8 * 160 * 4 + 5120 * 2
+MAX_HIDDEN = _CHUNKS[-1] * _CHUNK_UNITS * _UNIT
+"""Columns that can be normed: all of a row's are held at once."""
+_REST_BYTES = 2 * _MAX_GROUPS * _WARPS * MAX_ROWS * 20 * 4 + 2 * MAX_HIDDEN  # partial sums, a norm's weight
 _MATMUL, _ATTENTION, _CONTEXT = range(3)
 _STORE, _ADD, _SILU, _LOGITS = range(4)
 _WORDS = 16
@@ -58,13 +62,13 @@ class _Scratch(ctypes.Structure):
 
 
 @cache
-def _kernel() -> CudaKernel:
+def _kernel(max_chunks: int) -> CudaKernel:
     source = files("paceline.ops.persistent").joinpath("kernel.cu").read_text()
     defines = {
         "RING_BYTES": _RING_BYTES,
         "WINDOW_BYTES": _WINDOW_BYTES,
         "CHUNK_UNITS": _CHUNK_UNITS,
-        "MAX_CHUNKS": _MAX_CHUNKS,
+        "MAX_CHUNKS": max_chunks,
     }
     return CudaKernel(source, "run_phases", defines, _RING_BYTES + _REST_BYTES)
 
@@ -75,10 +79,17 @@ def _pair(low: int, high: int) -> int:
 
 
 class Machine:
-    """What launches share: the grid, and scratch that is zero between launches. One launch at a time."""
+    """What launches share: the grid, the kernel's variant, and scratch that is zero between launches. One
+    launch at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: a GPU.
+        hidden_size: columns of what is normed.
+    """
+
+    def __init__(self, device: torch.device, hidden_size: int) -> None:
         self.device = device
+        self.max_chunks = next(n for n in _CHUNKS if hidden_size <= n * _CHUNK_UNITS * _UNIT)
         self.grid = torch.cuda.get_device_properties(device).multi_processor_count
         self._counters = torch.zeros(64 + MAX_ROWS * 64, dtype=torch.int32, device=device)
         self._parts = torch.empty(self.grid, 4, 32, 32, device=device)
@@ -95,11 +106,11 @@ def matrices_fit(hidden_size: int, depths: list[int], grid: int) -> bool:
     """Whether the kernel can multiply matrices of a model's layers: those that read ``hidden_size`` normed
     columns, and those that have as many rows and read ``depths`` columns.
     """
-    deepest = max(depths) > _MAX_CHUNKS * _CHUNK_UNITS * _UNIT
+    more_passes = max(depths) > _CHUNKS[0] * _CHUNK_UNITS * _UNIT
     return (
         all(depth % _UNIT == 0 for depth in (hidden_size, *depths))
-        and hidden_size <= _MAX_CHUNKS * _CHUNK_UNITS * _UNIT
-        and (not deepest or -(-hidden_size // grid) <= _MAX_GROUPS * _TILE_ROWS)
+        and hidden_size <= MAX_HIDDEN
+        and (not more_passes or -(-hidden_size // grid) <= _MAX_GROUPS * _TILE_ROWS)
     )
 
 
@@ -188,7 +199,7 @@ class Program:
         share = -(-n // self._machine.grid)  # the most rows a block of the grid has
         group_rows = -(-share // -(-share // tile_rows))
         units = -(-k // _UNIT)
-        passes = -(-units // (_MAX_CHUNKS * _CHUNK_UNITS))
+        passes = -(-units // (self._machine.max_chunks * _CHUNK_UNITS))
         pass_units = -(-units // passes)
         chunk_units = -(-pass_units // -(-pass_units // _CHUNK_UNITS))
         assert passes == 1 or (norm is None and share <= _MAX_GROUPS * group_rows)
@@ -269,7 +280,7 @@ class Program:
             self._num_kv_heads,
             self._splits,
         )
-        _kernel().launch_together(
+        _kernel(machine.max_chunks).launch_together(
             machine.grid,
             (_WARPS + _PRODUCERS) * 32,
             [
