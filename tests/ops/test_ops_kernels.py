@@ -196,6 +196,18 @@ def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: to
         close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 300])
+def test_cache_slots(kernels: Any, num_rows: int) -> None:
+    tables = torch.randint(0, 2**31 - 1, (5, 40), dtype=torch.int32, device=DEVICE)  # slots beyond 32 bits
+    slots = torch.randint(0, 5, (num_rows,), dtype=torch.int32, device=DEVICE)
+    positions = torch.randint(0, 40 * 16, (num_rows,), dtype=torch.int32, device=DEVICE)
+    want = reference.cache_slots(tables, 16, slots, positions)
+    assert torch.equal(kernels.cache_slots(tables, 16, slots, positions), want)
+    if num_rows:
+        block = int(tables[int(slots[0]), int(positions[0]) // 16])
+        assert int(want[0]) == block * 16 + int(positions[0]) % 16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kv_norm_rope_write(kernels: Any, dtype: torch.dtype) -> None:
     """Several layers at once are several single ones; what is not named stays."""

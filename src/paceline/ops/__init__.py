@@ -21,6 +21,7 @@ __all__ = [
     "RowLayout",
     "RowNoise",
     "add_rms_norm",
+    "cache_slots",
     "draft_argmax",
     "draft_best_two",
     "kv_norm_rope_write",
@@ -98,6 +99,21 @@ def qk_norm_rope_write(
     """
     write = kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
     return write(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
+
+
+def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tensor) -> Tensor:
+    """Where rows lie in a paged cache: ``block * P + offset``.
+
+    Args:
+        tables: [S, M] int32 contiguous, block ids by slot and block of the sequence.
+        block_size: P.
+        slots, positions: [R] integer, contiguous; of each row.
+
+    Returns:
+        [R] int64.
+    """
+    look_up = kernels().cache_slots if positions.is_cuda else reference.cache_slots
+    return look_up(tables, block_size, slots, positions)
 
 
 def kv_norm_rope_write(

@@ -44,6 +44,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)
 
 
+def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tensor) -> Tensor:
+    """Blocks looked up in the tables, and the offset in them."""
+    slot, position = slots.long(), positions.long()
+    blocks = tables.view(-1)[slot * tables.shape[1] + position // block_size]
+    return blocks.long() * block_size + position % block_size
+
+
 def qk_norm_rope_write(
     qkv: Tensor,
     q_norm: Tensor,

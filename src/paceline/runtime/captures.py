@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvariantError
-from paceline.ops import RowLayout
+from paceline.ops import RowLayout, cache_slots
 from paceline.runtime.plan import DraftUpdates, Restore
 from paceline.runtime.staging import Staging
-from paceline.runtime.state import SlotState, cache_slots
+from paceline.runtime.state import SlotState
 
 RESTORE_ROWS = 4096
 """Captured rows whose draft K/V is rebuilt at once: large enough for the GEMMs, and bounds their scratch."""

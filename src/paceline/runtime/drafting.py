@@ -17,12 +17,12 @@ from torch import Tensor
 from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter, DraftSlots
-from paceline.ops import RowLayout, RowNoise
+from paceline.ops import RowLayout, RowNoise, cache_slots
 from paceline.runtime.acceptance import synthetic_accepted
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
-from paceline.runtime.state import SlotState, cache_slots
+from paceline.runtime.state import SlotState
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
 
 

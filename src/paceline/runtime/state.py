@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline import ops
 from paceline.runtime.plan import SlotInit, TableUpdate
 from paceline.runtime.staging import Staging
 from paceline.sampling.params import SamplingParams
@@ -64,7 +65,7 @@ class SlotState:
 
     def kv_slots(self, row_slots: Tensor, positions: Tensor) -> Tensor:
         """Cache slot of each row, [R] int64, from its slot and position (int [R])."""
-        return cache_slots(self.block_tables, self.block_size, row_slots, positions)
+        return ops.cache_slots(self.block_tables, self.block_size, row_slots, positions)
 
     def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
         """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""
@@ -97,12 +98,3 @@ class SlotState:
                 pieces, self._staging.send([p for _, _, p in pieces]), strict=True
             ):
                 target[row, first : first + piece.size] = part
-
-
-def cache_slots(tables: Tensor, block_size: int, row_slots: Tensor, positions: Tensor) -> Tensor:
-    """Where rows lie in a cache that tables [S, M] address by block: [R] int64, from slot and position (int
-    [R]) of each row.
-    """
-    row, position = row_slots.long(), positions.long()
-    blocks = tables.view(-1)[row * tables.shape[1] + position // block_size]
-    return blocks.long() * block_size + position % block_size

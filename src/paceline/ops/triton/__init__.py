@@ -6,9 +6,11 @@ from paceline.ops.triton.drafts import draft_argmax, draft_best_two
 from paceline.ops.triton.matmul import matmul
 from paceline.ops.triton.norm import add_rms_norm, rms_norm
 from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
+from paceline.ops.triton.slots import cache_slots
 
 __all__ = [
     "add_rms_norm",
+    "cache_slots",
     "draft_argmax",
     "draft_best_two",
     "kv_norm_rope_write",
