@@ -11,8 +11,7 @@
 // Sums are taken in an order that depends on the matrix alone, never on how many rows there are: a row's
 // result is the same bits whatever stands beside it.
 //
-// Defined by the caller: RING_BYTES, and WINDOW_BYTES of it that may be on their way at once; AHEAD, tiles that
-// may be fetched into the cache while the ring is full; CHUNK_UNITS, the width of a tile; MAX_CHUNKS of the input that a warp holds
+// Defined by the caller: RING_BYTES, and WINDOW_BYTES of it that may be on their way at once; CHUNK_UNITS, the width of a tile; MAX_CHUNKS of the input that a warp holds
 // at once.
 
 typedef unsigned short u16;
@@ -30,7 +29,6 @@ constexpr int UNIT = CONSUMERS;           // columns: 32 for each warp
 constexpr int MAX_GROUPS = 2;             // tiles' rows whose sums are kept, and then added up together
 constexpr int TILE_ROWS = 16;             // rows of a tile at most: one matrix instruction
 constexpr int SLOTS = 16;                 // tiles in the ring at most
-constexpr int BYTES_PER_CLOCK = 16;       // a block's share of memory's rate
 constexpr int PAD = 64;                   // bytes between a tile's rows: two rows of a quarter warp's reads fill all banks
 constexpr int SUM_STRIDE = 20;            // floats between tokens in the exchange of partial sums
 constexpr int SUMS = MAX_ROWS * SUM_STRIDE;
@@ -129,27 +127,6 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "bra again;\n"
         "out:\n"
         "}" ::"r"(bar), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(u32 bar, u32 parity) {
-    u32 passed;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}" : "=r"(passed) : "r"(bar), "r"(parity) : "memory");
-    return passed;
-}
-
-__device__ __forceinline__ u32 clocks() {
-    u32 t;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(t));
-    return t;
-}
-
-__device__ __forceinline__ void fetch_row(const void *from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy_row(u32 to, const void *from, u32 bytes, u32 bar, u64 policy) {
@@ -270,7 +247,6 @@ struct Walk {
     u32 base, pass_start, pass_end, group, start;  // in rows and units
     bool done;
 
-    __device__ Walk() {}
     __device__ Walk(const Phase *matrices, int count) {
         next = &matrices[0].matmul;
         left = count;
@@ -341,10 +317,6 @@ __device__ void produce(const Phase *matrices, int count, Ring ring, u32 *sizes)
     // more than keep memory busy: all else that blocks read and write queues behind them.
     Ring tail = ring, landing = ring;
     u32 used = 0, tiles = 0, flying = 0, flying_tiles = 0;
-    // While the ring is full memory would pause: then the next tiles come into the cache, no sooner and no faster
-    // than memory can.
-    u32 fetched = 0, pause = 0, fetched_at = clocks();  // tiles from this one on that are there; clocks
-    Walk ahead;
     auto land = [&] {
         flying -= sizes[landing.slot];
         flying_tiles--;
@@ -353,15 +325,7 @@ __device__ void produce(const Phase *matrices, int count, Ring ring, u32 *sizes)
     for (Walk walk(matrices, count); !walk.done; walk.advance()) {
         const u32 rows = walk.rows(), row_bytes = walk.row_bytes(), bytes = rows * (row_bytes + PAD), needs = ring.needs(bytes);
         while (used + needs > RING_BYTES || tiles == SLOTS) {
-            while (!__all_sync(~0u, barrier_passed(tail.empty_bar(), tail.parity))) {
-                if (fetched == 0) ahead = walk;
-                if (fetched == AHEAD || ahead.done || clocks() - fetched_at < pause) continue;
-                if (const u16 *from = ahead.row(r)) fetch_row(from, ahead.row_bytes());
-                pause = ahead.rows() * ahead.row_bytes() / BYTES_PER_CLOCK;
-                fetched_at = clocks();
-                ahead.advance();
-                fetched++;
-            }
+            barrier_wait(tail.empty_bar(), tail.parity);
             if (flying_tiles == tiles) land();
             used -= sizes[tail.slot];
             tiles--;
@@ -381,7 +345,6 @@ __device__ void produce(const Phase *matrices, int count, Ring ring, u32 *sizes)
             if (producer == 0) barrier_expect(ring.full_bar(), rows * row_bytes);
         }
         __syncwarp();
-        if (fetched) fetched--;
         const u32 at = ring.place(bytes);
         if (const u16 *from = walk.row(r)) copy_row(at + walk.slot_row(r) * (row_bytes + PAD), from, row_bytes, ring.full_bar(), policy);
         ring.advance();

@@ -24,7 +24,7 @@ KEYS = 16
 MAX_SPLITS = 16
 """Blocks of the grid that share the keys of one head, at most."""
 
-_RING_BYTES, _WINDOW_BYTES, _AHEAD = 194_560, 90_000, 5
+_RING_BYTES, _WINDOW_BYTES = 194_560, 90_000
 _CHUNK_UNITS, _MAX_GROUPS = 5, 2
 _CHUNKS = (2, 4)
 """Chunks of the input that a warp may hold at once, by variant of the kernel: the fewer the faster."""
@@ -67,7 +67,6 @@ def _kernel(max_chunks: int) -> CudaKernel:
     defines = {
         "RING_BYTES": _RING_BYTES,
         "WINDOW_BYTES": _WINDOW_BYTES,
-        "AHEAD": _AHEAD,
         "CHUNK_UNITS": _CHUNK_UNITS,
         "MAX_CHUNKS": max_chunks,
     }
