@@ -11,7 +11,14 @@ import time
 from collections import Counter, deque
 
 from paceline.cache import BlockPool, SequenceBlocks
-from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, PlannerStats, SequenceOutput
+from paceline.engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    HedgeStats,
+    PlannerStats,
+    SequenceOutput,
+)
 from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, EngineDeadError, RequestError
@@ -19,6 +26,7 @@ from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
 from paceline.sampling.params import validate
 from paceline.sampling.seeds import mix64, sequence_seed
 from paceline.speculation.draft_state import DraftState
+from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -47,6 +55,7 @@ class EngineCore:
         drafting: the drafter's limits; None drafts nothing.
         draft_state: how the drafter's knowledge of the past is kept; None for paged.
         planner: how many drafts are verified in a step, and whether any are made; None for all that fit.
+        hedger: which sequences have hedge chains beside their drafts; None for none.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class EngineCore:
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
         planner: Planner | None = None,
+        hedger: Hedger | None = None,
     ) -> None:
         self.info = info
         self.pool = pool
@@ -73,6 +83,7 @@ class EngineCore:
             drafting=drafting,
             draft_state=draft_state,
             planner=planner,
+            hedger=hedger,
         )
         self.runner = runner
         self._lookahead = lookahead
@@ -209,6 +220,7 @@ class EngineCore:
         self._stats.schedule_s += now - start
         # What one more step costs: since the last one was done, or since this was begun if there was a pause.
         self.scheduler.timed(planned, now - max(begun, self._last_commit_s))
+        self.scheduler.round_done(planned, now, sum(len(item.tokens) for item in progress))
         self._last_commit_s = now
         return outputs
 
@@ -278,6 +290,16 @@ class EngineCore:
         stats.accept_lengths = list(speculation.accept_lengths)
         stats.draft_refusals = dict(speculation.refused)
         stats.draft_state = dict(speculation.draft_state)
+        hedger = self.scheduler.hedger
+        if hedger is not None:
+            stats.hedging = HedgeStats(
+                chains=hedger.chains,
+                num_rounds=hedger.num_rounds,
+                num_chains=hedger.num_chains,
+                num_wins=hedger.num_wins,
+                num_losses=hedger.num_losses,
+                num_tokens=hedger.num_tokens,
+            )
         planner = self.scheduler.planner
         if planner is not None:
             stats.planner = PlannerStats(

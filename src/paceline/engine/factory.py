@@ -15,10 +15,12 @@ from paceline.engine.messages import EngineInfo
 from paceline.engine.round_times import TimingLimits, time_rounds
 from paceline.engine.scheduler import DraftLimits
 from paceline.speculation.capture_cache import CaptureCache
+from paceline.speculation.controller import HedgeController
 from paceline.speculation.costs import RoundCosts
 from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_reserve import DraftReserve
 from paceline.speculation.draft_state import CaptureDraftState
+from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
 from paceline.threads import sleep_at_barriers
@@ -65,7 +67,7 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
         _log_captures(config, built, built.captures)
     if built.num_drafts and config.load_format != "dummy":
         _check_drafter(config, built, info)
-    core = _assemble(config, built, info, lookahead, _planner(config, built))
+    core = _assemble(config, built, info, lookahead, _planner(config, built), _hedger(config, built))
     info.ready_s = time.perf_counter() - started
     logger.info("Engine ready in %.2f s", info.ready_s)
     return core
@@ -103,6 +105,20 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
     return Planner(costs, Survival(built.max_num_seqs, built.num_drafts))
 
 
+def _hedger(config: EngineConfig, built: Built) -> Hedger | None:
+    """Who chooses what is hedged; None when nothing is."""
+    if built.hedging is None or config.speculation is None:
+        return None
+    positions = built.hedging.positions
+    logger.info(
+        "Hedging: up to %d sequences of a round, drafts %s, %s",
+        built.hedging.max_seqs,
+        ", ".join(map(str, positions)),
+        "as many as pay" if config.speculation.hedge_auto else "always",
+    )
+    return Hedger(built.hedging, HedgeController(len(positions)) if config.speculation.hedge_auto else None)
+
+
 def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None:
     """Draft on a fixed prompt with an engine of its own, so that nothing of it stays."""
     from paceline.engine.self_check import check_prompt, self_check
@@ -119,6 +135,7 @@ def _assemble(
     info: EngineInfo,
     lookahead: int | None,
     planner: Planner | None = None,
+    hedger: Hedger | None = None,
 ) -> EngineCore:
     """An engine with empty queues and an empty cache over a ready device."""
     captures = built.captures
@@ -139,6 +156,7 @@ def _assemble(
         drafting=DraftLimits(built.num_drafts, 0 if captures else built.draft_block_rows),
         draft_state=None if captures is None else _captured(config, built, captures),
         planner=planner,
+        hedger=hedger,
     )
 
 

@@ -122,6 +122,23 @@ class PlannerStats(msgspec.Struct, kw_only=True):
     """Chance that the draft at each position and all before it stand, as estimated now."""
 
 
+class HedgeStats(msgspec.Struct, kw_only=True):
+    """What hedge chains did since start."""
+
+    chains: int = 0
+    """Chains of each hedged sequence in the next round."""
+    num_rounds: int = 0
+    """Rounds in which chains were verified."""
+    num_chains: int = 0
+    """Chains verified."""
+    num_wins: int = 0
+    """Hedged spans in which a chain won."""
+    num_losses: int = 0
+    """Hedged spans in which none did."""
+    num_tokens: int = 0
+    """Tokens committed because a chain won."""
+
+
 class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     """A snapshot of the engine's gauges and its counters since start."""
 
@@ -158,6 +175,8 @@ class EngineStats(msgspec.Struct, kw_only=True, tag="stats_reply"):
     """What became of kept draft state, by event; only with strategies that keep it apart from the blocks."""
     planner: PlannerStats | None = None
     """Set when a verify planner decides about drafts."""
+    hedging: HedgeStats | None = None
+    """Set when sequences may be hedged."""
     schedule_s: float = 0.0
     """Host seconds spent in the scheduler and the cache, summed over steps."""
     cache_reset: bool = False

@@ -31,6 +31,7 @@ from paceline.sampling.logprobs import Logprob
 from paceline.speculation.costs import Round
 from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
+from paceline.speculation.hedging import HedgeCandidate, Hedger
 from paceline.speculation.planner import EVERYTHING, Batch, Decision, Planner
 
 
@@ -85,6 +86,8 @@ class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
     decision: Decision = EVERYTHING
+    chains: int | None = None
+    """Hedge chains of each hedged sequence; None where no sequence decodes."""
 
 
 @dataclass(slots=True)
@@ -110,6 +113,7 @@ class Scheduler:
         drafting: the drafter's limits; None drafts nothing.
         draft_state: how the drafter's knowledge of the past is kept; None for paged.
         planner: how many drafts are verified in a step, and whether any are made; None for all that fit.
+        hedger: which sequences have hedge chains beside their drafts; None for none.
     """
 
     def __init__(
@@ -123,9 +127,11 @@ class Scheduler:
         drafting: DraftLimits | None = None,
         draft_state: DraftState | None = None,
         planner: Planner | None = None,
+        hedger: Hedger | None = None,
     ) -> None:
         self.drafting = drafting or DraftLimits()
         self.planner = planner
+        self.hedger = hedger
         self.draft_state = draft_state or PagedDraftState(SpeculationCounters(self.drafting.num_drafts))
         self.speculation = self.draft_state.counters
         self.pool = pool
@@ -224,8 +230,24 @@ class Scheduler:
             self._admit(step, budget)
         if not step.entries:
             return None
+        if self.hedger is not None:
+            self._hedge(self.hedger, step)
         self._step += 1
         return step
+
+    def _hedge(self, hedger: Hedger, step: PlannedStep) -> None:
+        """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
+        decoding = {e.span.slot: e for e in step.entries if e.decodes and (e.span.drafts or e.span.propose)}
+        candidates = [  # the span is in flight already, and commits at least one token
+            HedgeCandidate(entry.sequence.order, slot, entry.sequence.tokens_left + 1)
+            for slot, entry in decoding.items()
+        ]
+        chosen = hedger.choose(candidates, self.max_num_batched_tokens - step.plan.num_rows)
+        for slot in chosen:
+            decoding[slot].span.chains = hedger.chains
+        if decoding:
+            refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
+            step.chains = 0 if refused else hedger.chains
 
     def _batch(self, decoding: Iterable[Sequence]) -> Batch:
         """The sequences that decode, as the planner sees them."""
@@ -434,6 +456,7 @@ class Scheduler:
             self._teach(self.planner, step, results)
         progress: list[Progress] = []
         finished: list[Sequence] = []
+        hedged: list[tuple[int, int]] = []
         for entry, result in zip(step.entries, results, strict=True):
             sequence = entry.sequence
             if sequence.status is Status.FINISHED:
@@ -462,9 +485,15 @@ class Scheduler:
             accepted = min(len(tokens), len(result.tokens) - 1) if entry.span.drafts else 0
             if entry.span.drafts:
                 self.speculation.add(entry.span.drafts, accepted)
+            if result.chains:
+                # Without its chain the span would have committed so many tokens.
+                alone = len(result.tokens) - result.won
+                hedged.append((result.chains, max(0, len(tokens) - alone)))
             if tokens:
                 logprobs = result.logprobs[: len(tokens)] if result.logprobs is not None else None
                 progress.append(Progress(sequence, tokens, logprobs, entry.span.drafts, accepted))
+        if self.hedger is not None:
+            self.hedger.verified(hedged)
         self.finish(finished)
         return progress
 
@@ -490,6 +519,11 @@ class Scheduler:
         spans = step.plan.spans
         round_ = Round(len(spans), max(span.drafts for span in spans), any(span.propose for span in spans))
         self.planner.costs.observe(round_, step.decision.context, seconds)
+
+    def round_done(self, step: PlannedStep, now_s: float, tokens: int) -> None:
+        """A step that was committed at ``now_s`` brought so many tokens."""
+        if self.hedger is not None and self.hedger.controller is not None and step.chains is not None:
+            self.hedger.controller.round_done(now_s, tokens, step.chains)
 
     @staticmethod
     def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from paceline.sampling.noise import row_keys
+from paceline.sampling.sampler import LogprobTensors
+
+
+class Verified(NamedTuple):
+    """What verifying N spans of K + 1 rows gave.
+
+    Attributes:
+        sampled: [N, K + 1] int32, each row's draw.
+        accepted: [N] int32, how many drafts stand.
+        won: [N] int32, how many of those are a hedge chain's; None where there are no chains.
+        logprobs: of the N * (K + 1) rows, where the kind of sampling brings them.
+    """
+
+    sampled: Tensor
+    accepted: Tensor
+    won: Tensor | None
+    logprobs: LogprobTensors | None
 
 
 def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
@@ -29,6 +48,51 @@ def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tenso
     column = torch.arange(num_columns, device=drafts.device, dtype=num_drafts.dtype)
     match = (sampled[:, :num_columns] == drafts) & (column < num_drafts[:, None])
     return match.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+
+
+class Chains(NamedTuple):
+    """C hedge chains of W rows, of N spans with K drafts. A chain replaces one draft of a span, its *branch*,
+    and all drafts after it; its rows follow the span's first ``branch + 1``.
+
+    Attributes:
+        parents: [C] int64, the span.
+        branches: [C] int64, the first draft that is replaced.
+        active: [C] bool, whether there is such a chain. At most one of a span is active for each branch.
+        tokens: [C, W] int32, what each row is fed.
+        sampled: [C, W] int32, each row's draw; columns beyond a span's drafts are ignored.
+    """
+
+    parents: Tensor
+    branches: Tensor
+    active: Tensor
+    tokens: Tensor
+    sampled: Tensor
+
+
+def accept_chains(
+    accepted: Tensor, sampled: Tensor, num_drafts: Tensor, chains: Chains
+) -> tuple[Tensor, Tensor]:
+    """How many leading drafts of each span stand, and whose they are: the span's own or a chain's.
+
+    A chain wins when the span's drafts stand up to its branch, the next one does not, and the row before it
+    drew the chain's token instead; the rule then goes on in the chain. It commits more than the span would,
+    and no other chain of the span can win, so there is nothing to choose between. What stands are still the
+    tokens plain decoding draws.
+
+    Args:
+        accepted: [N] int32, from :func:`count_accepted`.
+        sampled: [N, K + 1] int32.
+        num_drafts: [N] int32.
+        chains: of these spans.
+
+    Returns:
+        Drafts that stand, [N] int32, and which chains won, [C] bool.
+    """
+    parents, branches, active, tokens, draws = chains
+    won = active & (accepted[parents] == branches) & (sampled[parents, branches] == tokens[:, 0])
+    left = num_drafts[parents] - branches.to(num_drafts.dtype) - 1
+    more = 1 + count_accepted(draws, tokens[:, 1:], left)
+    return accepted.index_add(0, parents, torch.where(won, more, 0)), won
 
 
 def synthetic_accepted(

@@ -31,6 +31,7 @@ from paceline.runtime.memory import (
 from paceline.runtime.runner import Runner
 from paceline.runtime.warmup import settle
 from paceline.speculation.config import SpeculativeConfig
+from paceline.speculation.hedging import DEFAULT_POSITIONS, HedgeLimits
 from paceline.speculation.synthetic import conditional_rate
 from paceline.text.generation_config import load_generation_defaults
 
@@ -57,6 +58,8 @@ class Built:
     weights_bytes: int
     num_drafts: int
     draft_block_rows: int
+    hedging: HedgeLimits | None
+    """What there may be of hedge chains."""
     captures: CaptureMemory | None
     """Set when draft state is captured; the draft K/V then has ``num_blocks`` blocks of its own."""
 
@@ -104,9 +107,12 @@ def build(engine: EngineConfig) -> Built:
     if drafter is not None and engine.speculation is not None:
         wanted = engine.speculation.num_speculative_tokens
         limits = replace(limits, num_drafts=drafter.config.num_drafts(wanted))
+    hedging = _hedging(engine, limits)
+    if hedging is not None:
+        limits = replace(limits, hedge_rows=hedging.max_rows)
     eos = _end_tokens(folder, config)
     rate = _synthetic_rate(engine.speculation, limits.num_drafts)
-    parts = _Parts(engine, model, drafter, limits, eos, rate, device)
+    parts = _Parts(engine, model, drafter, limits, eos, rate, device, hedging)
     memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype)
     if engine.num_blocks is None:
         memory = memory.within(*(given_budget(engine, device) or _measured_budget(parts, memory)))
@@ -130,6 +136,7 @@ def build(engine: EngineConfig) -> Built:
         weights_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         num_drafts=limits.num_drafts,
         draft_block_rows=0 if drafter is None else drafter.config.block_size,
+        hedging=hedging,
         captures=memory.captures,
     )
 
@@ -145,6 +152,7 @@ class _Parts:
     eos_token_ids: tuple[int, ...]
     synthetic_rate: float | None
     device: torch.device
+    hedging: HedgeLimits | None = None
 
     def runner(self, memory: MemoryPlan) -> Runner:
         """Allocate the caches and make the runner."""
@@ -167,6 +175,7 @@ class _Parts:
             captures=_allocate_captures(memory.captures, drafter, engine.block_size),
             synthetic_rate=self.synthetic_rate,
             rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
+            hedging=self.hedging,
         )
 
 
@@ -219,6 +228,25 @@ def _synthetic_rate(speculation: SpeculativeConfig | None, num_drafts: int) -> f
         length,
     )
     return rate
+
+
+def _hedging(engine: EngineConfig, limits: StepLimits) -> HedgeLimits | None:
+    """What there may be of hedge chains; None when nothing is hedged."""
+    speculation = engine.speculation
+    if speculation is None or not speculation.hedge:
+        return None
+    if engine.enforce_eager:
+        raise ConfigError("hedge needs decode rounds, and enforce_eager has none. Drop one of them.")
+    given = speculation.hedge_positions
+    if given is not None and given[-1] >= limits.num_drafts:
+        raise ConfigError(
+            f"hedge_positions names draft {given[-1]}, but rounds have {limits.num_drafts} drafts. Name "
+            f"positions in 0..{limits.num_drafts - 1}."
+        )
+    positions = given or tuple(p for p in DEFAULT_POSITIONS if p < limits.num_drafts)
+    most = len(positions)
+    counts = tuple(range(1, most + 1)) if speculation.hedge_auto else (most,)
+    return HedgeLimits(min(speculation.hedge, limits.max_num_seqs), positions, limits.num_drafts, counts)
 
 
 def _end_tokens(folder: Path, config: Qwen3Config) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,18 @@ from paceline.runtime.state import SlotState
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
 
 
+class Hedging(NamedTuple):
+    """Which sequences of a proposal get hedge chains.
+
+    Attributes:
+        places: [places] int32, their indices; -1 for nobody.
+        positions: drafts the chains replace, the first of the stage's.
+    """
+
+    places: Tensor
+    positions: tuple[int, ...]
+
+
 class DraftStage:
     """A drafter with its state.
 
@@ -38,9 +51,12 @@ class DraftStage:
         captures: the store of tap rows, [capture slots, P, n * d]; None for paged draft state.
         synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
         few_rows: runs the drafter's pass where it fits; None never.
+        hedge_positions: drafts that hedge chains may replace, ascending.
 
     Attributes:
         capture_rows: the store of tap rows.
+        hedges: [S + 1, positions, num_drafts] int32, the hedge chains of each slot beside its drafts, as far
+            as they were made with them.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class DraftStage:
         captures: Tensor | None = None,
         synthetic_rate: float | None = None,
         few_rows: FewRows | None = None,
+        hedge_positions: Sequence[int] = (),
     ) -> None:
         self._few_rows = few_rows
         self.drafter = drafter
@@ -61,6 +78,8 @@ class DraftStage:
         self.num_drafts = num_drafts
         self.synthetic_rate = synthetic_rate
         self.capture_rows = captures
+        shape = (state.spare + 1, len(hedge_positions), num_drafts)
+        self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
         self._state = state
         self._width = drafter.config.block_size
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
@@ -125,6 +144,7 @@ class DraftStage:
         *,
         noise: bool,
         unreserved: Tensor | None = None,
+        hedging: Hedging | None = None,
     ) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
 
@@ -135,17 +155,24 @@ class DraftStage:
             noise: whether any of the slots draws at random.
             unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
                 them is not used, and is written to the scratch block.
+            hedging: which of them get hedge chains beside their drafts; None for none.
 
         Raises:
             EngineDeadError: anything went wrong: the step's tokens already stand, so it cannot be run again.
         """
         try:
-            self._propose(slots, count, max_context, noise, unreserved)
+            self._propose(slots, count, max_context, noise, unreserved, hedging)
         except Exception as error:
             raise EngineDeadError("Drafting failed after the tokens of its step stood.") from error
 
     def _propose(
-        self, slots: Tensor, count: int, max_context: int, noise: bool, unreserved: Tensor | None
+        self,
+        slots: Tensor,
+        count: int,
+        max_context: int,
+        noise: bool,
+        unreserved: Tensor | None,
+        hedging: Hedging | None,
     ) -> None:
         state = self._state
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
@@ -153,10 +180,40 @@ class DraftStage:
         anchors = state.tokens.view(-1)[flat]
         layout = self._layout(slots, starts, count, max_context, unreserved)
         slots_out = self._draft_slots(anchors, starts, count, layout)
-        drafts = self.drafter.draft(slots_out, anchors, self._noise(slots, starts) if noise else None)
+        positions = () if hedging is None else hedging.positions
+        row_noise = self._noise(slots, starts) if noise else None
+        drafts, seconds = self.drafter.draft_with_seconds(slots_out, anchors, positions, row_noise)
+        if hedging is not None:
+            self._hedge(hedging, slots, starts, slots_out, anchors, drafts, seconds, noise)
         offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
         target = flat[:, None] + offsets  # [N, g]
         state.tokens.view(-1).index_copy_(0, target.view(-1), drafts.view(-1).to(torch.int32))
+
+    def _hedge(
+        self,
+        hedging: Hedging,
+        slots: Tensor,
+        starts: Tensor,
+        slots_out: DraftSlots,
+        anchors: Tensor,
+        drafts: Tensor,
+        seconds: Sequence[Tensor],
+        noise: bool,
+    ) -> None:
+        """Make the hedge chains of some of the sequences that were just drafted for."""
+        picked = hedging.places.clamp(min=0).long()  # [places]
+        count = len(hedging.positions)
+        row = picked.repeat_interleave(count)
+        chains = self.drafter.branch_off(
+            DraftSlots(slots_out.hidden[picked], slots_out.logits[picked]),
+            anchors[picked],
+            drafts[picked],
+            [second[picked] for second in seconds],
+            hedging.positions,
+            self._noise(slots[row], starts[row]) if noise else None,
+        )
+        owners = torch.where(hedging.places >= 0, slots[picked], self._state.spare).long()
+        self.hedges[:, :count].index_copy_(0, owners, chains.to(torch.int32))
 
     def _draft_slots(self, anchors: Tensor, starts: Tensor, count: int, layout: RowLayout) -> DraftSlots:
         """The parallel pass over ``count`` blocks: their slots that are drafts."""

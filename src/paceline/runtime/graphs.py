@@ -11,11 +11,15 @@ random under any filter; a row without filters costs it nothing, so plain draws 
 *Full* does all that a request may ask for (masks, bias, penalties, log-probabilities), some sixty small
 kernels more, for at most ``MAX_FULL_SEQS`` sequences: rows beyond that take longer to compute than to launch,
 and few kinds and sizes keep captures few.
+
+Rounds that verify all drafts are captured with hedge chains too, where there are any, for as many sequences
+as may have them: hedging is for rounds whose rows cost little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -24,14 +28,16 @@ import torch
 
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.runtime.acceptance import Verified
 from paceline.runtime.division import MAX_FULL_SEQS
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
-from paceline.runtime.round import DecodeRound, RoundOutput, RoundShape
+from paceline.runtime.round import DecodeRound, RoundShape
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FIXED_KINDS, FixedKind
+from paceline.speculation.hedging import HedgeLimits
 
 CAPTURED_KINDS: tuple[FixedKind, ...] = ("greedy", "filtered", "full")
 
@@ -108,6 +114,7 @@ class RoundSet:
         model, cache, state, drafting, max_model_len, few_rows: as for :class:`DecodeRound`.
         max_num_seqs: slots.
         capture: make CUDA graphs of a few sizes; else make rounds of any size when they are needed.
+        hedging: what there may be of hedge chains; None for none.
 
     Attributes:
         captured: the same.
@@ -127,8 +134,11 @@ class RoundSet:
         max_model_len: int,
         capture: bool,
         few_rows: FewRows | None = None,
+        hedging: HedgeLimits | None = None,
     ) -> None:
         self.captured = capture
+        self._hedging = hedging
+        self._chains: dict[int, int] = {}  # slots whose drafts have chains beside them, and how many
         self._state = state
         self._num_drafts = 0 if drafting is None else drafting.num_drafts
         self._make = partial(
@@ -143,20 +153,31 @@ class RoundSet:
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
-        self._staging = Staging(3 * max_num_seqs, state.device)
-        self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], RoundOutput]]] = {}
+        self._staging = Staging(5 * max_num_seqs, state.device)
+        self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []
 
     def _shapes(self) -> list[RoundShape]:
         """Every shape to capture, small ones first."""
         return [
-            RoundShape(size, count, propose, kind)
+            self._with_chains(RoundShape(size, count, propose, kind), size, chains)
             for size in self._sizes
             for count, propose in self._variants(size)
             for kind in CAPTURED_KINDS
             if kind != "full" or size in self._full_sizes
+            for chains in (0, *(() if self._hedging is None else self._hedging.counts))
+            if chains == 0 or count == self._num_drafts
         ]
+
+    def _with_chains(self, shape: RoundShape, wanted: int, chains: int) -> RoundShape:
+        """The same with so many chains for each of ``wanted`` sequences at most, as far as their branches are
+        drafts.
+        """
+        if self._hedging is None:
+            return shape
+        hedges = tuple(p for p in self._hedging.positions[:chains] if p < shape.num_drafts)
+        return replace(shape, places=min(wanted, self._hedging.max_seqs), hedges=hedges) if hedges else shape
 
     def _variants(self, size: int) -> list[tuple[int, bool]]:
         """Drafts verified, and whether the next block is drafted, of the rounds of a size.
@@ -170,8 +191,11 @@ class RoundSet:
     def capture_largest(self) -> None:
         """Capture the rounds that need most memory: all others then find room in what they leave."""
         drafts, propose = self._num_drafts, self._num_drafts > 0
-        self._round(RoundShape(self._sizes[-1], drafts, propose, "filtered"))
-        self._round(RoundShape(self._full_sizes[-1], drafts, propose, "full"))
+        kinds: list[tuple[int, FixedKind]] = [(self._sizes[-1], "filtered"), (self._full_sizes[-1], "full")]
+        for size, kind in kinds:
+            most = 0 if self._hedging is None else self._hedging.counts[-1]
+            for chains in {0, most}:
+                self._round(self._with_chains(RoundShape(size, drafts, propose, kind), size, chains))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
@@ -185,7 +209,7 @@ class RoundSet:
         self._round(self.missing[-1])
         return True
 
-    def _round(self, shape: RoundShape) -> tuple[DecodeRound, Callable[[], RoundOutput]]:
+    def _round(self, shape: RoundShape) -> tuple[DecodeRound, Callable[[], Verified]]:
         """The round of a shape, made or captured when it is not there yet."""
         found = self._rounds.get(shape)
         if found is None:
@@ -202,9 +226,11 @@ class RoundSet:
             return None
         return self._state.sampling.fixed_kind(span.slot)
 
-    def run(self, spans: Sequence[Span], kind: FixedKind) -> RoundOutput:
-        """Run spans whose ``kind`` is this one or comes before it. Rows beyond the spans' are nobody's. The
-        output is overwritten by the next run.
+    def run(self, spans: Sequence[Span], kind: FixedKind) -> tuple[Verified, list[int]]:
+        """Run spans whose ``kind`` is this one or comes before it. Rows beyond the spans' are nobody's.
+
+        Returns:
+            What came out, overwritten by the next run, and how many chains each span had beside it.
         """
         shape = self._shape(spans, kind)
         decode_round, run = self._round(shape)
@@ -216,19 +242,49 @@ class RoundSet:
             [span.drafts for span in spans],
             [int(span.propose) for span in spans],
         ]
-        (sent,) = self._staging.send([values.reshape(-1)])
-        decode_round.inputs.view(-1).copy_(sent)
-        return run()
+        places = np.full((2, shape.places), -1, dtype=np.int32)
+        chains = self._place(spans, shape, places)
+        sent = self._staging.send([values.reshape(-1), places.reshape(-1)])
+        decode_round.inputs.view(-1).copy_(sent[0])
+        if shape.places:
+            decode_round.hedge_inputs.view(-1).copy_(sent[1])
+        return run(), chains
+
+    def _place(self, spans: Sequence[Span], shape: RoundShape, places: np.ndarray) -> list[int]:
+        """Give the spans that are to be hedged their places: those whose drafts have chains beside them are
+        verified with these, and those that propose get chains for the next round. Returns the chains verified
+        with each span.
+        """
+        chains = [0] * len(spans)
+        hedged = [i for i, span in enumerate(spans) if span.chains][: shape.places]
+        for place, i in enumerate(hedged):
+            span = spans[i]
+            if self._chains.get(span.slot, 0) >= len(shape.hedges):
+                places[0, place] = i
+                chains[i] = sum(position < span.drafts for position in shape.hedges)
+            if span.propose:
+                places[1, place] = i
+        self.forget_chains(spans)
+        self._chains.update((spans[i].slot, len(shape.hedges)) for i in hedged if spans[i].propose)
+        return chains
+
+    def forget_chains(self, spans: Sequence[Span]) -> None:
+        """The drafts of these spans are gone, and so are the chains beside them."""
+        for span in spans:
+            self._chains.pop(span.slot, None)
 
     def _shape(self, spans: Sequence[Span], kind: FixedKind) -> RoundShape:
         """The round these spans need, or the smallest captured one that can run them."""
         drafts = max(span.drafts for span in spans)
+        chains = max(span.chains for span in spans)
         if not self.captured:
-            return RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
+            shape = RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
+            return self._with_chains(shape, sum(span.chains > 0 for span in spans), chains)
         able = next(k for k in CAPTURED_KINDS if FIXED_KINDS.index(k) >= FIXED_KINDS.index(kind))
         sizes = self._full_sizes if able == "full" else self._sizes
         size = next(size for size in sizes if size >= len(spans))
         if drafts == 0:
             return RoundShape(size, 0, any(span.propose for span in spans), able)
         count = next(count for count in self.draft_counts[size] if count >= drafts)
-        return RoundShape(size, count, True, able)
+        shape = RoundShape(size, count, True, able)
+        return self._with_chains(shape, size, chains if count == self._num_drafts else 0)

@@ -33,6 +33,7 @@ class StepLimits:
         max_num_seqs, max_num_batched_tokens, max_model_len: as in the engine's options.
         max_logprobs: most alternatives a request may ask for per position; -1 is the whole vocabulary.
         num_drafts: drafts a sequence may have verified in a step.
+        hedge_rows: rows of hedge chains beside those.
     """
 
     max_num_seqs: int
@@ -40,6 +41,7 @@ class StepLimits:
     max_model_len: int
     max_logprobs: int
     num_drafts: int = 0
+    hedge_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class MemoryPlan:
         draft_block_bytes: the drafter's part.
         captures: the store of captured rows, when draft state is captured.
         rounds: whether simple spans run as decode rounds.
+        hedge_blocks: blocks that hedge chains of a round scribble in.
     """
 
     num_blocks: int
@@ -121,16 +124,19 @@ class MemoryPlan:
     draft_block_bytes: int
     captures: CaptureMemory | None
     rounds: bool
+    hedge_blocks: int = 0
 
     @property
     def target_blocks(self) -> int:
-        """Blocks of the target's K/V: the pool's, and one that rounds scribble in."""
-        return self.num_blocks + self.rounds
+        """Blocks of the target's K/V: the pool's, those of hedge chains, and one that rounds scribble in."""
+        return self.num_blocks + self.hedge_blocks + self.rounds
 
     @property
     def draft_blocks(self) -> int:
-        """Blocks of the drafter's K/V; one takes the rows of rounds and of sequences that do not draft."""
-        return self.num_blocks + (self.rounds or self.captures is not None)
+        """Blocks of the drafter's K/V: as the target's, by the same ids. When rows are captured it has blocks
+        of its own, one of them for the rows of rounds and of sequences that do not draft.
+        """
+        return self.target_blocks if self.captures is None else self.num_blocks + 1
 
     @property
     def fixed_bytes(self) -> int:
@@ -194,6 +200,7 @@ def plan_memory(
         draft_block_bytes=engine.block_size * draft_bytes,
         captures=captures,
         rounds=not engine.enforce_eager,
+        hedge_blocks=-(-limits.hedge_rows // engine.block_size),
     )
 
 

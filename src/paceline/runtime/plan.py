@@ -50,6 +50,10 @@ class Span:
     """Alternatives asked for at those rows; the whole vocabulary at most."""
     top: int = 0
     """Alternatives asked for at sampled rows, for requests that ask for logprobs at all."""
+    chains: int = 0
+    """Hedge chains to verify beside the drafts, where they were made with them, and to make for the next
+    round. Left out where the span does not run as a round.
+    """
 
 
 @dataclass(slots=True)
@@ -140,6 +144,10 @@ class SpanResult:
     span with drafts ``len(tokens) - 1`` were accepted."""
     logprobs: list[dict[int, Logprob]] | None = None
     """Aligned with ``tokens`` when the request asked for logprobs."""
+    chains: int = 0
+    """Hedge chains that were verified beside the span."""
+    won: int = 0
+    """How many of the accepted drafts are a chain's."""
     prompt_logprobs: list[dict[int, Logprob]] | None = None
     """One per ``prompt_rows``: the logprobs of the row's successor."""
     error: str | None = None

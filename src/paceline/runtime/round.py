@@ -5,7 +5,7 @@ every sequence runs its anchor and its drafts, is sampled, accepted, and drafts 
 fixed shapes: N sequences of K + 1 rows. A sequence with fewer drafts, or none at all, wastes rows, whose K/V
 go to a scratch block. Because every launch, shape and address is the same each time, the round can be
 captured as one CUDA graph (``graphs.py``); on a CPU it runs as it stands, which is how its logic is tested
-there.
+there. Some of the sequences may have hedge chains beside their drafts (``hedging.py``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import RowLayout
-from paceline.runtime.acceptance import count_accepted
-from paceline.runtime.drafting import DraftStage
+from paceline.runtime.acceptance import Verified, count_accepted
+from paceline.runtime.drafting import DraftStage, Hedging
 from paceline.runtime.few_rows import FewRows
+from paceline.runtime.hedging import HedgedVerify, HedgeShape
 from paceline.runtime.state import SlotState
 from paceline.sampling.fixed import sample_fixed
-from paceline.sampling.sampler import LogprobTensors, SampleRows
+from paceline.sampling.sampler import SampleRows
 from paceline.sampling.state import FixedKind
 
 
@@ -36,27 +37,16 @@ class RoundShape:
         num_drafts: K, drafts verified per sequence.
         propose: whether the next block is drafted.
         kind: sampling the round can do.
+        places: sequences that may be hedged.
+        hedges: drafts that their chains replace.
     """
 
     num_seqs: int
     num_drafts: int
     propose: bool
     kind: FixedKind
-
-
-@dataclass(frozen=True)
-class RoundOutput:
-    """What a round drew.
-
-    Attributes:
-        sampled: [N, K + 1] int32, each row's draw.
-        accepted: [N] int32, how many drafts stand.
-        logprobs: of the N * (K + 1) rows, where the kind of sampling brings them.
-    """
-
-    sampled: Tensor
-    accepted: Tensor
-    logprobs: LogprobTensors | None
+    places: int = 0
+    hedges: tuple[int, ...] = ()
 
 
 class DecodeRound:
@@ -74,6 +64,8 @@ class DecodeRound:
     Attributes:
         inputs: [3, N] int32 on the device, to be filled before each call: slot; number of drafts, -1 where
             there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved).
+        hedge_inputs: [2, places] int32 on the device: which of the sequences has chains to verify; which
+            gets chains for the next round; -1 for none.
     """
 
     def __init__(
@@ -93,7 +85,14 @@ class DecodeRound:
         self.inputs[0] = state.spare
         self.inputs[1] = -1
         self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
-        self._few_rows = None if few_rows is None else few_rows.target(n, width)
+        self.hedge_inputs = torch.full((2, shape.places), -1, dtype=torch.int32, device=device)
+        self._hedged: HedgedVerify | None = None
+        if shape.places:
+            assert drafting is not None
+            chains = HedgeShape(shape.places, shape.hedges, n, shape.num_drafts)
+            last = max_model_len - 1
+            self._hedged = HedgedVerify(chains, shape.kind, model, cache, state, drafting, last)
+        self._few_rows = None if few_rows is None or shape.places else few_rows.target(n, width)
         self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
         self._offset = torch.arange(width, dtype=torch.int32, device=device)
@@ -101,22 +100,16 @@ class DecodeRound:
         self._last = max_model_len - 1
         self._max_context = max_model_len + width
 
-    def __call__(self) -> RoundOutput:
+    def __call__(self) -> Verified:
         """Run the round on ``inputs``."""
         slots, drafts, propose = self.inputs.unbind(0)
         layout, tokens = self._rows(slots, drafts)
         drafting = self._drafting
-        logits = self._forward(tokens, layout)  # [N * (K + 1), V]
-        rows = SampleRows(
-            slots[self._row_seq], layout.positions, self._state.tokens, self._state.tokens.shape[1]
-        )
-        fed = tokens.view(-1, len(self._offset))
-        drawn = sample_fixed(logits, rows, fed, self._state.sampling, self.shape.kind)
-        sampled = drawn.tokens.view_as(fed)
-        accepted = count_accepted(sampled, fed[:, 1:], drafts.clamp(min=0))
-        if drafting is not None:
-            accepted = drafting.override(accepted, slots, self._state.num_computed[slots], drafts)
-        self._advance(slots, drafts, sampled, accepted)
+        if self._hedged is None:
+            output = self._verify(slots, drafts, layout, tokens)
+        else:
+            output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
+        self._advance(slots, drafts, output.sampled, output.accepted)
         if self.shape.propose and drafting is not None:
             drafting.propose(
                 slots,
@@ -124,8 +117,22 @@ class DecodeRound:
                 self._max_context,
                 noise=self.shape.kind != "greedy",
                 unreserved=propose == 0,
+                hedging=Hedging(self.hedge_inputs[1], self.shape.hedges) if self.shape.places else None,
             )
-        return RoundOutput(sampled, accepted, drawn.logprobs)
+        return output
+
+    def _verify(self, slots: Tensor, drafts: Tensor, layout: RowLayout, tokens: Tensor) -> Verified:
+        """Forward, draw and accept, without chains."""
+        state, drafting = self._state, self._drafting
+        logits = self._forward(tokens, layout)  # [N * (K + 1), V]
+        rows = SampleRows(slots[self._row_seq], layout.positions, state.tokens, state.tokens.shape[1])
+        fed = tokens.view(-1, len(self._offset))
+        drawn = sample_fixed(logits, rows, fed, state.sampling, self.shape.kind)
+        sampled = drawn.tokens.view_as(fed)
+        accepted = count_accepted(sampled, fed[:, 1:], drafts.clamp(min=0))
+        if drafting is not None:
+            accepted = drafting.override(accepted, slots, state.num_computed[slots], drafts)
+        return Verified(sampled, accepted, None, drawn.logprobs)
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Logits of the rows; the drafter's context is written on the way."""

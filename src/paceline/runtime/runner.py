@@ -29,6 +29,7 @@ from paceline.runtime.state import SlotState
 from paceline.sampling.logprobs import Logprob, position_logprobs
 from paceline.sampling.sampler import LogprobTensors, SampleRows, sample, score
 from paceline.sampling.state import FixedKind, SamplingState
+from paceline.speculation.hedging import HedgeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class _Copies:
     """A step's results on their way to the host."""
 
     drawn: tuple[Tensor, Tensor] | None  # sampled [N, K + 1] int32, accepted [N] int32
+    won: Tensor | None  # [N] int32
     logprobs: LogprobTensors | None  # of the sampled rows that asked
     prompt: list[list[LogprobTensors]]  # per span, in parts
     done: torch.cuda.Event | None
@@ -65,6 +67,8 @@ class Runner:
         rounds: whether spans that are simple enough run as fixed-shape rounds, and those as CUDA graphs. The
             target's last block is then scratch and must not be in the pool; so is the drafter's last, or with
             ``captures`` its first.
+        hedging: hedge chains that rounds may have; None for none. They need ``max_rows`` slots before the
+            target's last block.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Runner:
         captures: Tensor | None = None,
         synthetic_rate: float | None = None,
         rounds: Literal["none", "eager", "captured"] = "none",
+        hedging: HedgeLimits | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -107,6 +112,7 @@ class Runner:
                 captures=captures,
                 synthetic_rate=synthetic_rate,
                 few_rows=few_rows,
+                hedge_positions=() if hedging is None else hedging.positions,
             )
         self.device = device
         self._staging = Staging(16384, device)
@@ -121,6 +127,7 @@ class Runner:
                 max_model_len=max_model_len,
                 capture=rounds == "captured",
                 few_rows=few_rows,
+                hedging=hedging,
             )
         self.passes: PassSet | None = None
         if self.rounds is not None and self.rounds.captured:
@@ -198,17 +205,21 @@ class Runner:
 
     def _run_round(self, rounds: RoundSet, spans: Sequence[Span], kind: FixedKind) -> _Pending:
         """Spans of anchors and drafts, as one fixed-shape round."""
-        output = rounds.run(spans, kind)
+        output, chains = rounds.run(spans, kind)
         count, width = len(spans), output.sampled.shape[1]
         logprobs = None
         if output.logprobs is not None and any(self.state.sampling.reports(span.slot) for span in spans):
             logprobs = _reported(output.logprobs, spans, width, self.state.sampling)
         drawn = output.sampled[:count], output.accepted[:count]
-        return _Pending(spans, list(range(count)), self._to_host(drawn, logprobs, [[] for _ in spans]))
+        won = None if output.won is None else output.won[:count]
+        copies = self._to_host(drawn, logprobs, [[] for _ in spans], won)
+        return _Pending(spans, list(range(count)), copies, chains)
 
     def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
         """Spans of any kind, laid out row by row."""
         state, drafting = self.state, self.drafting
+        if self.rounds is not None:
+            self.rounds.forget_chains(spans)
         rows = build_rows(spans, state, self._staging, max_context)
         hidden, tapped = self._forward(rows)  # [R, d], [R, n * d]
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(spans)]
@@ -297,10 +308,12 @@ class Runner:
         drawn: tuple[Tensor, Tensor] | None,
         logprobs: LogprobTensors | None,
         prompt: list[list[LogprobTensors]],
+        won: Tensor | None = None,
     ) -> _Copies:
         """Start copying a step's results to the host."""
         copies = _Copies(
             drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
+            won=None if won is None else to_host(won),
             logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
             prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
             done=None,
@@ -367,8 +380,15 @@ def _as_python(item: LogprobTensors, index: int, num_top: int) -> dict[int, Logp
 class _Pending:
     """See :class:`paceline.runtime.plan.PendingStep`."""
 
-    def __init__(self, spans: Sequence[Span], host_sampled: list[int], copies: _Copies) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        host_sampled: list[int],
+        copies: _Copies,
+        chains: Sequence[int] = (),
+    ) -> None:
         self._spans = spans
+        self._chains = chains
         self._host_sampled = host_sampled
         self._copies = copies
 
@@ -388,6 +408,9 @@ class _Pending:
             sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
             for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
                 results[i].tokens = tokens[: count + 1]
+            if copies.won is not None:
+                for i, chains, won in zip(self._host_sampled, self._chains, copies.won.tolist(), strict=True):
+                    results[i].chains, results[i].won = chains, won
             if copies.logprobs is not None:
                 self._add_logprobs(results, copies.logprobs)
         return results

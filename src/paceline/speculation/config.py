@@ -38,6 +38,13 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     verify_planner: Literal["auto", "off"] = "auto"
     """Whether to choose round by round how many drafts are verified, and whether any are made, by what is
     fastest; off verifies all there are."""
+    hedge: int = 0
+    """Sequences of a round that may have hedge chains verified beside their drafts, at most: the most
+    important ones. 0 hedges nothing."""
+    hedge_positions: tuple[int, ...] | None = None
+    """Drafts that hedge chains replace by the second best, counted from 0; None takes 0, 1 and 2."""
+    hedge_auto: bool = False
+    """Find out while serving how many of the positions pay, from none to all."""
     synthetic_accept_length: float | None = None
     """For measuring only: accept drafts at random so that a round commits this many tokens on average, from 1
     to drafts + 1. The tokens are then meaningless."""
@@ -47,6 +54,7 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or absent.")
+        self._check_hedging()
         length = self.synthetic_accept_length
         if length is not None and not 1 <= length < math.inf:
             raise ConfigError(f"synthetic_accept_length is {length}; it must lie in 1..drafts + 1.")
@@ -59,6 +67,26 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
                 )
             if self.draft_capture_mb < 0:
                 raise ConfigError(f"draft_capture_mb is {self.draft_capture_mb}; it must be 0 or more.")
+
+    def _check_hedging(self) -> None:
+        positions = self.hedge_positions
+        if self.hedge < 0:
+            raise ConfigError(f"hedge is {self.hedge}; it must be 0 (nothing is hedged) or more.")
+        if not self.hedge and (self.hedge_auto or positions is not None):
+            name = "hedge_auto" if self.hedge_auto else "hedge_positions"
+            raise ConfigError(f"{name} is set, but hedge is 0: nothing is hedged. Set hedge as well.")
+        if positions is not None and (
+            not positions or positions[0] < 0 or list(positions) != sorted(set(positions))
+        ):
+            raise ConfigError(
+                f"hedge_positions is {list(positions)}; name at least one position, from 0 on, ascending and "
+                "each once."
+            )
+        if self.hedge and self.synthetic_accept_length is not None:
+            raise ConfigError(
+                "hedge and synthetic_accept_length exclude each other: which draft a chain replaces depends "
+                "on the rule."
+            )
 
     @classmethod
     def of(cls, value: SpeculativeConfig | dict[str, Any] | str | None) -> SpeculativeConfig | None:
