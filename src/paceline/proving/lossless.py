@@ -104,6 +104,11 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
         Mode("drafts, 2 per round", speculative={"num_speculative_tokens": 2}),
         Mode("drafts, window of 24", speculative={"draft_window": 24}, passes=2),
         Mode("drafts, blocks of 64", {"block_size": 64}),
+        Mode("drafts, hedged", speculative={"hedge": 8}, passes=2),
+        Mode(
+            "drafts, hedged, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, {"hedge": 4}, 1
+        ),
+        Mode("drafts, hedged, captured state", speculative={"hedge": 8, "draft_state": "capture"}, passes=2),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, passes=2),
         Mode(
             "drafts, captured, preempted",
@@ -120,6 +125,7 @@ class ModeResult:
     Attributes:
         num_differing: tokens at or after the first difference of their sequence.
         accept_length: mean tokens per verify step; None when nothing was drafted.
+        hedge_wins, hedge_losses: hedged spans in which a chain won, or none did.
     """
 
     mode: str
@@ -130,6 +136,8 @@ class ModeResult:
     accept_length: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    hedge_wins: int = 0
+    hedge_losses: int = 0
     violations: list[Violation] = field(default_factory=list)
 
 
@@ -206,6 +214,9 @@ class LosslessProof:
             accepted = stats.num_accepted_tokens - before.num_accepted_tokens
             result.accept_length = 1 + accepted / rounds if rounds else None
             result.num_preemptions = stats.num_preemptions - before.num_preemptions
+            if stats.hedging is not None and before.hedging is not None:
+                result.hedge_wins = stats.hedging.num_wins - before.hedging.num_wins
+                result.hedge_losses = stats.hedging.num_losses - before.hedging.num_losses
             results.append(result)
         return results
 
