@@ -35,16 +35,17 @@ from paceline.speculation.capture_cache import CaptureCache
 from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_reserve import DraftReserve
 from paceline.speculation.draft_state import CaptureDraftState
-from support.engines import GOLDEN, complete, tokens_of
+from paceline.speculation.hedging import HedgeLimits, Hedger
+from support.engines import GOLDEN, complete, golden_prompts, tokens_of
 
 NUM_BLOCKS = 96
 
 
-def cache_for(config: Qwen3Config) -> KVCache:
-    """A cache with the scratch block rounds need behind those of the pool."""
+def cache_for(config: Qwen3Config, chain_rows: int = 0) -> KVCache:
+    """A cache with the scratch blocks rounds and hedge chains need behind those of the pool."""
     return KVCache.allocate(
         config.num_hidden_layers,
-        NUM_BLOCKS + 1,
+        NUM_BLOCKS + -(-chain_rows // 16) + 1,
         16,
         config.num_key_value_heads,
         config.head_dim,
@@ -54,26 +55,31 @@ def cache_for(config: Qwen3Config) -> KVCache:
 
 
 def round_core(
-    drafter_name: str | None, lookahead: int, slots: int = 6, *, capture: bool = False
+    drafter_name: str | None, lookahead: int, slots: int = 6, *, capture: bool = False, hedge: int = 0
 ) -> EngineCore:
     """An engine over the golden model whose simple spans run as rounds, divided up as on a GPU: rounds of a
-    few sizes, with empty places, beside a generic step for the rest.
+    few sizes, with empty places, beside a generic step for the rest. Up to ``hedge`` sequences have chains.
     """
     reference = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", num_blocks=NUM_BLOCKS))
     model = load_model(GOLDEN / "qwen3_tiny", device="cpu", dtype="float32")
     drafter = None if drafter_name is None else load_drafter(GOLDEN / drafter_name, model)
+    hedging = None
+    if drafter is not None and hedge:
+        hedging = HedgeLimits(hedge, (0, 1, 2), drafter.config.max_drafts, (3,))
+    chain_rows = 0 if hedging is None else hedging.max_rows
     runner = Runner(
         model,
-        cache_for(model.config),
+        cache_for(model.config, chain_rows),
         max_num_seqs=slots,
         max_model_len=reference.info.max_model_len,
         device=torch.device("cpu"),
         eos_token_ids=reference.info.eos_token_ids,
         drafter=drafter,
         num_drafts=0 if drafter is None else drafter.config.max_drafts,
-        draft_cache=None if drafter is None else cache_for(drafter.config.layers),
+        draft_cache=None if drafter is None else cache_for(drafter.config.layers, chain_rows),
         captures=torch.zeros(100, 16, 3 * 64) if capture else None,
         rounds="eager",
+        hedging=hedging,
     )
     assert runner.rounds is not None
     runner.rounds.captured = True
@@ -100,10 +106,11 @@ def round_core(
         runner,
         pool,
         info,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=200 if hedge else 48,
         lookahead=lookahead,
         drafting=limits,
         draft_state=state,
+        hedger=None if hedging is None else Hedger(hedging),
     )
 
 
@@ -135,13 +142,17 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @functools.cache
 def expected() -> list[list[SequenceOutput]]:
     """What the generic step makes of the requests."""
-    generic = EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", enforce_eager=True)
-    return complete(make_core(generic), *requests())
+    return complete(generic_core(), *requests())
 
 
-def assert_reported(got: list[list[SequenceOutput]]) -> None:
+def generic_core() -> EngineCore:
+    """An engine without rounds."""
+    return make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", enforce_eager=True))
+
+
+def assert_reported(got: list[list[SequenceOutput]], want: list[list[SequenceOutput]] | None = None) -> None:
     """The log-probabilities are those of the generic step."""
-    for ours, theirs in zip(got, expected(), strict=True):
+    for ours, theirs in zip(got, want or expected(), strict=True):
         for a, b in zip(ours[0].logprobs or [], theirs[0].logprobs or [], strict=True):
             assert list(a) == list(b)
             assert [item.rank for item in a.values()] == [item.rank for item in b.values()]
@@ -197,9 +208,46 @@ def test_rounds_change_no_token(drafter: str | None, capture: bool, lookahead: i
         assert core.scheduler.speculation.num_accepted_tokens > 0
 
 
-def test_what_is_nobodys_stays_untouched() -> None:
-    """A round bigger than its sequences writes only theirs and the scratch block."""
-    core = round_core("dspark_tiny_b7", 0)
+@pytest.mark.parametrize(
+    ("drafter", "capture", "hedge", "lookahead"),
+    [
+        ("dspark_tiny_b7", False, 6, 0),
+        ("dspark_tiny_b7", True, 2, 1),
+        ("dflash_tiny_b16", False, 3, 1),
+        ("dflash_tiny_b16", True, 6, 0),
+    ],
+)
+def test_hedged_rounds_change_no_token(drafter: str, capture: bool, hedge: int, lookahead: int) -> None:
+    """For every kind of sampling, beside rows that are not hedged and beside prefill."""
+    prompts, params = requests()
+    texts = golden_prompts(len(prompts), seed=4)  # some of what the drafters were taught
+    want = complete(generic_core(), texts, params)
+    core = round_core(drafter, lookahead, capture=capture, hedge=hedge)
+    assert isinstance(core.runner, Runner) and core.runner.rounds is not None
+    won: dict[str, int] = {}
+    run = core.runner.rounds.run
+
+    def counted(spans: Any, kind: Any) -> Any:
+        output, chains = run(spans, kind)
+        if output.won is not None:
+            assert sum(count > 0 for count in chains) <= hedge
+            won[kind] = won.get(kind, 0) + int(output.won[: len(spans)].sum())
+        return output, chains
+
+    core.runner.rounds.run = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        got = complete(core, texts, params)
+        assert tokens_of(got) == tokens_of(want)
+        assert_reported(got, want)
+    assert won["full"] > 0
+    hedging = core.stats().hedging
+    assert hedging is not None and hedging.num_wins and hedging.num_losses and hedging.num_tokens
+
+
+@pytest.mark.parametrize("hedge", [0, 4])
+def test_what_is_nobodys_stays_untouched(hedge: int) -> None:
+    """A round bigger than its sequences writes only theirs and the scratch blocks."""
+    core = round_core("dspark_tiny_b7", 0, hedge=hedge)
     runner = core.runner
     assert isinstance(runner, Runner) and runner.drafting is not None
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -233,17 +281,20 @@ def test_captured_draft_state_is_the_same_in_rounds() -> None:
         assert not same_rounds(seen[0], other)
 
 
+@pytest.mark.parametrize("hedge", [0, 2])
 @pytest.mark.parametrize("capture", [False, True])
-def test_rounds_at_the_end_of_the_context(capture: bool) -> None:
+def test_rounds_at_the_end_of_the_context(capture: bool, hedge: int) -> None:
     """Rows nobody asked for lie past the last position."""
     prompts = [[5 + i % 300 for i in range(500)], [9, 8, 7]]
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     plain = make_core(EngineConfig(model=str(GOLDEN / "qwen3_tiny"), device="cpu", num_blocks=NUM_BLOCKS))
     assert plain.info.max_model_len == 512
     want = tokens_of(complete(plain, prompts, greedy))
-    core = round_core("dflash_tiny_b16", 1, capture=capture)
+    core = round_core("dflash_tiny_b16", 1, capture=capture, hedge=hedge)
     for _ in range(2):
         assert tokens_of(complete(core, prompts, greedy)) == want
+    hedging = core.stats().hedging
+    assert hedging is None or hedging.num_rounds > 0
 
 
 def test_tiers_end_at_the_number_of_slots() -> None:
@@ -285,8 +336,9 @@ def test_rows_that_fail_beside_a_round_fail_alone(monkeypatch: pytest.MonkeyPatc
         assert [t for o in outputs if o.request_id == name for t in o.token_ids] == tokens
 
 
+@pytest.mark.parametrize("hedge", [0, 2])
 def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, hedge: int
 ) -> None:
     seen: list[RoundShape] = []
 
@@ -296,13 +348,15 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
 
     monkeypatch.setattr(graphs, "Captured", capture)
     monkeypatch.setattr(graphs, "CaptureStream", object)
-    core = round_core("dspark_tiny_b7", 0)
+    core = round_core("dspark_tiny_b7", 0, hedge=hedge)
     runner = runner_of(core)
     assert runner.rounds is not None
-    rounds = runner.rounds = RoundSet(**runner.rounds._make.keywords, max_num_seqs=6, capture=True)
+    keywords, hedging = runner.rounds._make.keywords, runner.rounds._hedging
+    rounds = runner.rounds = RoundSet(**keywords, max_num_seqs=6, capture=True, hedging=hedging)
     everything = rounds._shapes()
     rounds.capture_largest()
     assert all(shape.num_seqs == 6 and shape.num_drafts == 7 for shape in seen) and seen
+    assert {shape.places for shape in seen} == {0, hedge}
     rounds.capture_first()
     first = [shape.num_seqs for shape in seen if shape.num_seqs < 6]
     assert first == sorted(first) and set(first) == {1, 2, 4}
