@@ -16,17 +16,17 @@ from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
 from paceline.ops import RowLayout
 from paceline.ops.persistent.compiler import can_compile
-from paceline.ops.persistent.program import (
+from paceline.ops.persistent.launch import (
     HEAD_DIM,
     KEYS,
     MAX_HIDDEN,
     MAX_QUERIES,
     MAX_ROWS,
-    AttentionShape,
     Machine,
-    Program,
     matrices_fit,
 )
+from paceline.ops.persistent.phases import Attend, Product, WriteContext
+from paceline.ops.persistent.program import Program
 
 
 class Workspace:
@@ -34,7 +34,7 @@ class Workspace:
 
     def __init__(self, model: Qwen3ForCausalLM, drafter: Drafter | None) -> None:
         weight = model.embed_tokens.weight
-        self.machine = Machine(weight.device, model.config.hidden_size)
+        self.machine = Machine(weight.device, model.config.hidden_size) if weight.is_cuda else None
         configs = [model.config, *([drafter.config.layers] if drafter is not None else [])]
 
         def rows(width: int, dtype: torch.dtype = weight.dtype) -> Tensor:
@@ -77,12 +77,14 @@ def add_layer(
     qkv = view(space.qkv, n, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     attended = view(space.attended, n, spec.num_heads * spec.head_dim)
     inner = view(space.inner, n, mlp.down_proj.in_features)
-    program.matmul(qkv_weight, residual, qkv, norm=input_norm.weight)
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.bidirectional)
-    program.attention(shape, qkv, attended, (q_norm.weight, k_norm.weight), caches)
-    program.matmul(o_proj.weight, attended, residual, add=True)
-    program.swiglu(mlp.gate_up_proj.weight, residual, inner, norm=post_norm.weight)
-    program.matmul(mlp.down_proj.weight, inner, residual, add=True, tap=tap)
+    k_cache, v_cache = caches
+    program.add(Product(qkv_weight, residual, qkv, norm=input_norm.weight))
+    norms = q_norm.weight, k_norm.weight
+    program.add(Attend(spec.num_heads, spec.bidirectional, qkv, attended, *norms, k_cache, v_cache))
+    program.add(Product(o_proj.weight, attended, residual, epilogue="add"))
+    gate_up = Product(mlp.gate_up_proj.weight, residual, inner, norm=post_norm.weight, epilogue="swiglu")
+    program.add(gate_up)
+    program.add(Product(mlp.down_proj.weight, inner, residual, epilogue="add", tap=tap))
 
 
 class TargetPass:
@@ -118,8 +120,6 @@ class TargetPass:
             num_seqs,
             span,
             eps=config.rms_norm_eps,
-            block_size=cache.k.shape[2],
-            num_kv_heads=config.num_key_value_heads,
             cos_sin=model.rope(),
         )
         taps = [] if drafter is None else list(drafter.config.tap_layer_ids)
@@ -146,32 +146,26 @@ class TargetPass:
             )
         self.writes_context = draft_cache is not None
         self.logits = view(space.logits, n, config.vocab_size)
-        program.matmul(model.lm_head.weight, space.residual[:n], self.logits, norm=model.norm.weight)
+        head = Product(model.lm_head.weight, space.residual[:n], self.logits, norm=model.norm.weight)
+        program.add(head, independent=True)
         if drafter is not None and draft_cache is not None and self.taps is not None:
-            program.independent()
             self._add_context(program, drafter, draft_cache, self.taps)
         program.seal()
 
     def _add_context(self, program: Program, drafter: Drafter, cache: KVCache, taps: Tensor) -> None:
         space, n, shape = self._space, self._num_rows, drafter.config.layers
         features = space.features[:n]
-        program.matmul(drafter.fc.weight, taps, features)
+        program.add(Product(drafter.fc.weight, taps, features))
         width = 2 * shape.kv_size
         context = view(space.context, n, shape.num_hidden_layers * width)
         layers = drafter.draft_layers()
         parts = [context[:, i * width : (i + 1) * width] for i in range(len(layers))]
         for i, part in enumerate(parts):
-            weight = drafter.qkv_proj[i, shape.q_size :]
-            program.matmul(weight, features, part, norm=drafter.hidden_norm.weight)
-            if i + 1 < len(parts):
-                program.independent()
+            weight, norm = drafter.qkv_proj[i, shape.q_size :], drafter.hidden_norm.weight
+            program.add(Product(weight, features, part, norm=norm), independent=part is not parts[-1])
         for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
-            caches = (cache.k[i], cache.v[i])
-            program.write_context(
-                shape.num_key_value_heads, part, layer.k_norm.weight, caches, drafter.rope()
-            )
-            if i + 1 < len(parts):
-                program.independent()
+            write = WriteContext(part, layer.k_norm.weight, cache.k[i], cache.v[i], drafter.rope())
+            program.add(write, independent=True)
 
     def __call__(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Logits [R, V] fp32, rounded to the weights' dtype as the layered pass rounds them; overwritten by
@@ -206,8 +200,6 @@ class DraftPass:
             num_seqs,
             config.block_size,
             eps=shape.rms_norm_eps,
-            block_size=cache.k.shape[2],
-            num_kv_heads=shape.num_key_value_heads,
             cos_sin=drafter.rope(),
         )
         for i, layer in enumerate(drafter.draft_layers()):
@@ -227,7 +219,7 @@ class DraftPass:
             )
         head = drafter.target.lm_head if drafter.lm_head is None else drafter.lm_head
         self._logits = view(space.logits, n, config.draft_vocab_size)
-        program.matmul(head.weight, space.residual[:n], self._logits, norm=drafter.norm.weight)
+        program.add(Product(head.weight, space.residual[:n], self._logits, norm=drafter.norm.weight))
         program.seal()
 
     def __call__(self, tokens: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
@@ -288,7 +280,8 @@ class FewRows:
     def target(self, num_seqs: int, span: int) -> TargetPass | None:
         """The target's pass over spans; None when they do not fit the kernel."""
         config, drafter = self._model.config, self._drafter
-        if not self._fits(num_seqs, span, config):
+        taps_embedding = drafter is not None and min(drafter.config.tap_layer_ids) < 0
+        if taps_embedding or not self._fits(num_seqs, span, config):
             return None
         return TargetPass(
             self._model,
@@ -315,13 +308,16 @@ class FewRows:
         drafter = self._drafter
         return (
             drafter is not None
-            and drafter.config.layers.head_dim == HEAD_DIM
+            and (self._space.machine is None or drafter.config.layers.head_dim == HEAD_DIM)
             and drafter.qkv_bias is None
             and all(layer.spec.window is None for layer in drafter.draft_layers())
         )
 
     def _fits(self, num_seqs: int, span: int, config: Qwen3Config) -> bool:
-        grid, kv_heads = self._space.machine.grid, config.num_key_value_heads
+        machine, kv_heads = self._space.machine, config.num_key_value_heads
+        if machine is None:
+            return num_seqs * span <= MAX_ROWS
+        grid = machine.grid
         return (
             num_seqs * span <= MAX_ROWS
             and config.num_attention_heads // kv_heads * span <= MAX_QUERIES

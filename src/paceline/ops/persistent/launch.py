@@ -1,0 +1,219 @@
+"""Phases as ``kernel.cu`` reads them, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from paceline.ops.layout import RowLayout
+from paceline.ops.persistent.compiler import CudaKernel
+from paceline.ops.persistent.phases import Attend, Phase, Product
+
+MAX_ROWS = 8
+"""Rows of a pass: the width of one matrix instruction."""
+HEAD_DIM = 128
+MAX_QUERIES = 32
+"""Query rows that may share a key head: rows of a sequence times heads per key head."""
+KEYS = 16
+"""Keys that are scored at once; blocks of the cache hold a multiple of them."""
+MAX_SPLITS = 16
+"""Blocks of the grid that share the keys of one head, at most."""
+
+_RING_BYTES, _WINDOW_BYTES = 194_560, 90_000
+_CHUNK_UNITS, _MAX_GROUPS = 5, 2
+_CHUNKS = (2, 4)
+"""Chunks of the input that a warp may hold at once, by variant of the kernel: the fewer the faster."""
+_WARPS, _PRODUCERS = 8, 2
+_UNIT = _WARPS * 32
+_TILE_ROWS = 16
+MAX_HIDDEN = _CHUNKS[-1] * _CHUNK_UNITS * _UNIT
+"""Columns that can be normed: all of a row's are held at once."""
+_REST_BYTES = 2 * _MAX_GROUPS * _WARPS * MAX_ROWS * 20 * 4 + 2 * MAX_HIDDEN  # partial sums, a norm's weight
+_MATMUL, _ATTENTION, _CONTEXT = range(3)
+_STORE, _ADD, _SILU, _LOGITS = range(4)
+_WORDS = 16
+
+
+def matrices_fit(hidden_size: int, depths: Collection[int], grid: int) -> bool:
+    """Whether the kernel can multiply matrices of a model's layers: those that read ``hidden_size`` normed
+    columns, and those that have as many rows and read ``depths`` columns.
+    """
+    more_passes = max(depths) > _CHUNKS[0] * _CHUNK_UNITS * _UNIT
+    return (
+        all(depth % _UNIT == 0 for depth in (hidden_size, *depths))
+        and hidden_size <= MAX_HIDDEN
+        and (not more_passes or -(-hidden_size // grid) <= _MAX_GROUPS * _TILE_ROWS)
+    )
+
+
+class Machine:
+    """What launches share: the grid, the kernel's variant, and scratch that is zero between launches. One
+    launch at a time.
+
+    Args:
+        device: a GPU.
+        hidden_size: columns of what is normed.
+    """
+
+    def __init__(self, device: torch.device, hidden_size: int) -> None:
+        self.grid = torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_chunks = next(n for n in _CHUNKS if hidden_size <= n * _CHUNK_UNITS * _UNIT)
+        self._counters = torch.zeros(64 + MAX_ROWS * 64, dtype=torch.int32, device=device)
+        self._parts = torch.empty(self.grid, 4, 32, 32, device=device)
+        self._peaks = torch.empty(self.grid, 2, 4, 32, device=device)
+        self.scratch = _Scratch(
+            self._counters.data_ptr(),
+            self._counters[64:].data_ptr(),
+            self._parts.data_ptr(),
+            self._peaks.data_ptr(),
+        )
+
+
+class Launch:
+    """A list of phases on the device, ready to be launched as often as wanted.
+
+    Args:
+        phases: in order; their tensors must outlive this.
+        independent: indices of phases that the next one needs nothing of: no meeting between them.
+        machine: grid and scratch.
+        num_seqs, span: rows of a pass.
+        eps: of all norms.
+        cos_sin: [positions, D] fp32, contiguous.
+    """
+
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        independent: Collection[int],
+        machine: Machine,
+        *,
+        num_seqs: int,
+        span: int,
+        eps: float,
+        cos_sin: Tensor,
+    ) -> None:
+        assert cos_sin.is_contiguous() and cos_sin.shape[1] == HEAD_DIM
+        self._machine, self._eps, self._cos_sin = machine, eps, cos_sin
+        self._num_seqs, self._span = num_seqs, span
+        k_cache = next(phase.k_cache for phase in phases if isinstance(phase, Attend))
+        _, self._block_size, self._num_kv_heads, _ = k_cache.shape
+        self._splits = max(1, min(MAX_SPLITS, machine.grid // (num_seqs * self._num_kv_heads)))
+        words = [_words(phase, machine, self._num_kv_heads) for phase in phases]
+        for i, row in enumerate(words):
+            row += [0] * (_WORDS - 1 - len(row)) + [int(i in independent)]
+        # The matrices once more by themselves: the warps that fetch weights look at nothing else.
+        matrices = [row for row in words if row[0] == _MATMUL]
+        self._count, self._num_matrices = len(words), len(matrices)
+        self._phases = torch.tensor(words + matrices, dtype=torch.int64).to(cos_sin.device)
+
+    def __call__(self, layout: RowLayout) -> None:
+        """Launch on torch's current stream."""
+        phases = self._phases.data_ptr()
+        rows = _Rows(
+            layout.slots.data_ptr(),
+            layout.num_computed.data_ptr(),
+            layout.block_tables.data_ptr(),
+            layout.kv_slots.data_ptr(),
+            layout.positions.data_ptr(),
+            self._cos_sin.data_ptr(),
+            layout.block_tables.stride(0),
+            self._num_seqs * self._span,
+            self._num_seqs,
+            self._span,
+            self._block_size,
+            self._num_kv_heads,
+            self._splits,
+        )
+        _kernel(self._machine.max_chunks).launch_together(
+            self._machine.grid,
+            (_WARPS + _PRODUCERS) * 32,
+            [
+                ctypes.c_void_p(phases),
+                ctypes.c_int(self._count),
+                ctypes.c_void_p(phases + 8 * _WORDS * self._count),
+                ctypes.c_int(self._num_matrices),
+                rows,
+                self._machine.scratch,
+                ctypes.c_float(self._eps),
+            ],
+        )
+
+
+def _words(phase: Phase, machine: Machine, num_kv_heads: int) -> list[int]:
+    """The kernel's ``struct`` of a phase, as 64-bit words."""
+    if isinstance(phase, Product):
+        return _product_words(phase, machine)
+    caches = [phase.k_cache.data_ptr(), phase.v_cache.data_ptr()]
+    if isinstance(phase, Attend):
+        assert phase.qkv.is_contiguous() and phase.out.is_contiguous()
+        assert phase.k_cache.shape[2] == num_kv_heads
+        words = [_ATTENTION, phase.num_heads, num_kv_heads, int(phase.bidirectional), phase.qkv.data_ptr()]
+        return [*words, phase.q_norm.data_ptr(), phase.k_norm.data_ptr(), phase.out.data_ptr(), *caches]
+    words = [_CONTEXT, 0, phase.k_cache.shape[2], 0, phase.kv.data_ptr(), 0, phase.k_norm.data_ptr(), 0]
+    return [*words, *caches, phase.cos_sin.data_ptr(), phase.kv.stride(0)]
+
+
+def _product_words(phase: Product, machine: Machine) -> list[int]:
+    pairs = phase.epilogue == "swiglu"
+    n, k = phase.weight.shape[0] // (2 if pairs else 1), phase.weight.shape[1]
+    source, out, tap = phase.source, phase.out, phase.tap
+    assert phase.weight.stride() == (k, 1) and source.stride(1) == out.stride(1) == 1 and k % _UNIT == 0
+    tile_rows = _TILE_ROWS // (2 if pairs else 1)
+    share = -(-n // machine.grid)  # the most rows a block of the grid has
+    group_rows = -(-share // -(-share // tile_rows))
+    units = -(-k // _UNIT)
+    passes = -(-units // (machine.max_chunks * _CHUNK_UNITS))
+    pass_units = -(-units // passes)
+    chunk_units = -(-pass_units // -(-pass_units // _CHUNK_UNITS))
+    assert passes == 1 or (phase.norm is None and share <= _MAX_GROUPS * group_rows)
+    stored = _LOGITS if out.dtype == torch.float32 else _STORE
+    epilogue = {"store": stored, "add": _ADD, "swiglu": _SILU}[phase.epilogue]
+    words = [_MATMUL, _pair(n, k), _pair(epilogue, group_rows), _pair(units, pass_units), chunk_units]
+    words += [phase.weight.data_ptr(), source.data_ptr()]
+    words += [0 if phase.norm is None else phase.norm.data_ptr(), out.data_ptr()]
+    words += [source.stride(0), out.stride(0)]
+    return words + ([0, 0] if tap is None else [tap.data_ptr(), tap.stride(0)])
+
+
+def _pair(low: int, high: int) -> int:
+    """Two 32-bit numbers in one word."""
+    return low | high << 32
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("slots", ctypes.c_void_p),
+        ("num_computed", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("kv_slots", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("table_stride", ctypes.c_longlong),
+        ("num_rows", ctypes.c_int),
+        ("num_seqs", ctypes.c_int),
+        ("span", ctypes.c_int),
+        ("block_size", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("splits", ctypes.c_int),
+    ]
+
+
+class _Scratch(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("barrier", "arrived", "parts", "peaks")]
+
+
+@cache
+def _kernel(max_chunks: int) -> CudaKernel:
+    source = files("paceline.ops.persistent").joinpath("kernel.cu").read_text()
+    defines = {
+        "RING_BYTES": _RING_BYTES,
+        "WINDOW_BYTES": _WINDOW_BYTES,
+        "CHUNK_UNITS": _CHUNK_UNITS,
+        "MAX_CHUNKS": max_chunks,
+    }
+    return CudaKernel(source, "run_phases", defines, _RING_BYTES + _REST_BYTES)
