@@ -245,7 +245,7 @@ class Scheduler:
         chosen = hedger.choose(candidates, self.max_num_batched_tokens - step.plan.num_rows)
         for slot in chosen:
             decoding[slot].span.chains = hedger.chains
-        if decoding:
+        if any(entry.decodes for entry in step.entries):
             refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
             step.chains = 0 if refused else hedger.chains
 
