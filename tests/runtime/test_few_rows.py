@@ -76,16 +76,18 @@ def test_logits_taps_and_context_are_the_layers() -> None:
     positions = torch.arange(37, 42, dtype=torch.int32)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def layout() -> RowLayout:
+    def layout(num_rows: int = 5) -> RowLayout:
+        at = torch.arange(37, 37 + num_rows, dtype=torch.int32)
+        row_seq = torch.zeros(num_rows, dtype=torch.int32)
         return RowLayout(
             slots=slots,
-            row_start=torch.tensor([0, 5], dtype=torch.int32),
-            row_seq=torch.zeros(5, dtype=torch.int32),
-            positions=positions,
-            kv_slots=state.kv_slots(torch.zeros(5, dtype=torch.int32), positions),
+            row_start=torch.tensor([0, num_rows], dtype=torch.int32),
+            row_seq=row_seq,
+            positions=at,
+            kv_slots=state.kv_slots(row_seq, at),
             block_tables=state.block_tables,
             num_computed=state.num_computed,
-            host_rows=(5,),
+            host_rows=(num_rows,),
             host_max_context=64,
         )
 
@@ -99,13 +101,25 @@ def test_logits_taps_and_context_are_the_layers() -> None:
     wanted = [tensor.clone() for tensor in caches]
     for tensor, old in zip(caches, before, strict=True):
         tensor.copy_(old)
-    run = FewRows(model, cache, drafter, draft_cache).target(1, 5)
+    few_rows = FewRows(model, cache, drafter, draft_cache)
+    run = few_rows.target(1, 5)
     assert run is not None and run.taps is not None and run.writes_context
     torch.testing.assert_close(run(tokens, layout()), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(run.taps, taps, atol=1e-4, rtol=1e-4)
     for tensor, new, old in zip(caches, wanted, before, strict=True):
         torch.testing.assert_close(tensor, new, atol=1e-4, rtol=1e-4)
         assert not torch.equal(tensor, old)
+
+    width = drafter.config.block_size
+    for norm in (drafter.norm, drafter.hidden_norm):
+        norm.weight.copy_(torch.rand_like(norm.weight) + 0.5)  # trained ones may be near 1
+    anchors, starts = torch.tensor([7]), torch.tensor([37], dtype=torch.int32)
+    hidden = drafter(anchors, starts, PagedContext(draft_cache, layout(width)))[0]
+    block = few_rows.draft(1)
+    assert block is not None
+    got_hidden, got = block(drafter.block_tokens(anchors).view(-1), layout(width))
+    torch.testing.assert_close(got_hidden, hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, drafter.head(hidden), atol=1e-4, rtol=1e-4)
 
 
 def test_geometries_the_kernel_can_multiply() -> None:
