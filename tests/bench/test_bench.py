@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from paceline.bench import stages
 from paceline.bench.driver import Driver, Run, Step, random_prompts
-from paceline.bench.floor import floor_of, read_floor
+from paceline.bench.floor import Floor, floor_of, read_floor
 from paceline.bench.geometry import geometry_folder, geometry_names, plain, with_geometry
 from paceline.bench.latency import Shape, measure_latency, parse_shapes
 from paceline.bench.prefix import PrefixCases, measure_prefix, run_prefix
 from paceline.bench.report import Column, Output, Plot, Report
-from paceline.bench.round import run_round, stage_rows
+from paceline.bench.round import run_round, stage_bytes, stage_rows
 from paceline.bench.speculation import run_speculation
 from paceline.bench.startup import measure_startup
 from paceline.bench.throughput import measure_throughput, parse_rates, percentile
@@ -203,13 +203,32 @@ def test_a_round_is_taken_apart_into_stages_that_add_up(
     monkeypatch.setattr("paceline.bench.round.read_bandwidth", lambda device: 1e9)
     report = run_round(options(drafter), batch_size=2, context_len=20, num_rounds=3)
     rows = {row["stage"]: row for row in report.results}
-    want = set(stages.STAGES) if drafter else {s for s in stages.STAGES if not s.startswith("draft")}
+    want = set(stages.LAYERED) if drafter else {s for s in stages.LAYERED if not s.startswith("draft")}
     assert set(rows) == want | {"between stages", "round"}
     assert sum(row["ms"] for name, row in rows.items() if name != "round") == pytest.approx(
         rows["round"]["ms"]
     )
     assert all(rows[stage]["ms"] > 0 for stage in want)
     assert rows[stages.MATMULS]["mb"] > 0 and rows["round"]["mb"] > rows[stages.MATMULS]["mb"]
+
+
+def test_a_pass_that_is_one_kernel_reads_what_its_stages_would() -> None:
+    floor = Floor(
+        matmuls=1000,
+        head=200,
+        kv_per_token=3,
+        draft_kv_per_token=1,
+        draft_context=40,
+        draft_layers=70,
+        draft_head=5,
+        markov=9,
+    )
+    layered = stage_bytes(floor, 10, stages.LAYERED)
+    assert set(layered) <= set(stages.LAYERED) and sum(layered.values()) == floor.round_bytes(10)
+    one = stage_bytes(floor, 10, [stages.ONE_KERNEL, stages.DRAFT_KERNEL, stages.DRAFT_LAYERS, stages.MARKOV])
+    assert one == {stages.ONE_KERNEL: 1270, stages.DRAFT_KERNEL: 85, stages.MARKOV: 9}
+    captured = stage_bytes(floor, 10, [stages.ONE_KERNEL, stages.DRAFT_CONTEXT])
+    assert captured[stages.ONE_KERNEL] == 1230 and captured[stages.DRAFT_CONTEXT] == 40
 
 
 class Counts(stages.Recorder):

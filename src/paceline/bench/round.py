@@ -8,7 +8,7 @@ difference between the whole round and the sum of its kernels is gaps between th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ COLUMNS = (
 )
 
 
-def stage_bytes(floor: Floor, context_tokens: float) -> dict[str, float]:
-    """Bytes each stage reads at the least, where that is more than activations."""
-    return {
+def stage_bytes(floor: Floor, context_tokens: float, present: Collection[str]) -> dict[str, float]:
+    """Bytes each of the ``present`` stages reads at the least, where that is more than activations."""
+    needed: dict[str, float] = {
         stages.MATMULS: floor.matmuls,
         stages.ATTENTION: floor.kv_per_token * context_tokens,
         stages.HEAD: floor.head,
@@ -45,6 +45,14 @@ def stage_bytes(floor: Floor, context_tokens: float) -> dict[str, float]:
         stages.DRAFT_HEAD: floor.draft_head,
         stages.MARKOV: floor.markov,
     }
+    if stages.ONE_KERNEL in present:
+        parts = [stages.MATMULS, stages.ATTENTION, stages.HEAD]
+        parts += [] if stages.DRAFT_CONTEXT in present else [stages.DRAFT_CONTEXT]
+        needed[stages.ONE_KERNEL] = sum(needed.pop(part) for part in parts)
+    if stages.DRAFT_KERNEL in present:
+        parts = [stages.DRAFT_LAYERS, stages.DRAFT_HEAD]
+        needed[stages.DRAFT_KERNEL] = sum(needed.pop(part) for part in parts)
+    return needed
 
 
 def stage_rows(
@@ -104,7 +112,7 @@ def measure_round(
     round_s = statistics.median(driver.run(prompts, output_len).full_rounds_s())
     seconds, kernels = _record(driver, prompts, output_len)
     floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
-    needed = stage_bytes(floor, batch_size * (context_len + output_len / 2))
+    needed = stage_bytes(floor, batch_size * (context_len + output_len / 2), seconds.keys())
     return stage_rows(seconds, kernels, round_s, needed, bytes_per_s)
 
 
@@ -143,6 +151,7 @@ def _record(
         max_num_seqs=driver.info.max_num_seqs,
         max_model_len=driver.info.max_model_len,
         capture=False,
+        few_rows=runner.few_rows,
     )
     try:
         driver.run(prompts, output_len)

@@ -25,8 +25,11 @@ from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import Linear, Qwen3ForCausalLM
 from paceline.runtime import round as rounds
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.few_rows import DraftPass, TargetPass
 
 ROUND: Final = "rows, acceptance"
+ONE_KERNEL: Final = "target: one kernel"
+"""The whole of a few rows' pass: layers, head, and the drafter's fc and K/V where they lie in its blocks."""
 TARGET: Final = "target: norms, rotation, rest"
 MATMULS: Final = "target: matmuls"
 ATTENTION: Final = "target: attention"
@@ -34,9 +37,12 @@ HEAD: Final = "target: head"
 SAMPLING: Final = "sampling"
 DRAFT_CONTEXT: Final = "draft: fc and K/V"
 DRAFT_LAYERS: Final = "draft: layers"
+DRAFT_KERNEL: Final = "draft: one kernel"
+"""The whole of the drafter's pass over a few rows: layers and head."""
 DRAFT_HEAD: Final = "draft: head"
 MARKOV: Final = "draft: Markov, choice"
 STAGES: Final = (
+    ONE_KERNEL,
     MATMULS,
     ATTENTION,
     TARGET,
@@ -44,11 +50,14 @@ STAGES: Final = (
     SAMPLING,
     ROUND,
     DRAFT_CONTEXT,
+    DRAFT_KERNEL,
     DRAFT_LAYERS,
     DRAFT_HEAD,
     MARKOV,
 )
-"""In the order they are shown."""
+"""In the order they are shown. Which a round has depends on whether a pass is one kernel."""
+LAYERED: Final = tuple(stage for stage in STAGES if stage not in (ONE_KERNEL, DRAFT_KERNEL))
+"""Those of a round whose passes are not."""
 
 
 class _Part(NamedTuple):
@@ -63,6 +72,7 @@ class _Part(NamedTuple):
 # The same function may serve several stages: a Linear called by the drafter is no matmul of the target.
 _PARTS: Final = (
     _Part(rounds.DecodeRound, "__call__", ROUND, None),
+    _Part(TargetPass, "__call__", ONE_KERNEL, ROUND),
     _Part(Qwen3ForCausalLM, "forward", TARGET, ROUND),
     _Part(Linear, "forward", MATMULS, TARGET),
     _Part(Linear, "parts", MATMULS, TARGET),
@@ -72,8 +82,10 @@ _PARTS: Final = (
     _Part(rounds, "sample_fixed", SAMPLING, ROUND),
     _Part(DraftStage, "write_context", DRAFT_CONTEXT, ROUND),
     _Part(DraftStage, "propose", DRAFT_LAYERS, ROUND),
+    _Part(DraftPass, "__call__", DRAFT_KERNEL, DRAFT_LAYERS),
     _Part(Drafter, "head", DRAFT_HEAD, DRAFT_LAYERS),
-    _Part(Drafter, "draft", MARKOV, DRAFT_LAYERS),
+    _Part(Drafter, "draft_with_seconds", MARKOV, DRAFT_LAYERS),
+    _Part(Drafter, "branch_off", MARKOV, DRAFT_LAYERS),
 )
 
 

@@ -99,9 +99,9 @@ class Runner:
         lookahead = 0 if drafter is None else 2 * max(drafter.config.block_size, num_drafts)
         self.state = SlotState(max_num_seqs, max_model_len, self.block_size, sampling, device, lookahead)
         self.drafting: DraftStage | None = None
-        few_rows = None
+        self.few_rows: FewRows | None = None
         if rounds != "none" and FewRows.runs_on(model, self.block_size):
-            few_rows = FewRows(model, cache, drafter, draft_cache, paged=captures is None)
+            self.few_rows = FewRows(model, cache, drafter, draft_cache, paged=captures is None)
         if drafter is not None and draft_cache is not None:
             self.drafting = DraftStage(
                 drafter,
@@ -111,7 +111,7 @@ class Runner:
                 window=draft_window,
                 captures=captures,
                 synthetic_rate=synthetic_rate,
-                few_rows=few_rows,
+                few_rows=self.few_rows,
                 hedge_positions=() if hedging is None else hedging.positions,
             )
         self.device = device
@@ -126,7 +126,7 @@ class Runner:
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 capture=rounds == "captured",
-                few_rows=few_rows,
+                few_rows=self.few_rows,
                 hedging=hedging,
             )
         self.passes: PassSet | None = None
