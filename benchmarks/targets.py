@@ -1,0 +1,176 @@
+"""Every row of the performance targets, on one GPU at Qwen3-4B's geometry.
+
+    python benchmarks/targets.py --out FOLDER [--parts plain,dspark,dflash,real,startup] [--repeats 3]
+
+Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
+3.52, every draft verified); ``real`` inflates the bundled pair to that geometry and compares tokens with and
+without the drafter; ``startup`` starts a server-like process twice. Each part runs in a process of its own
+and writes ``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
+Decode rounds are captured when they are first needed, in a run that is not timed. A part takes about a
+minute on an H200. ``--small`` runs all but ``real`` on the bundled pair on a CPU, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench.driver import Driver, random_prompts
+from paceline.bench.geometry import with_geometry
+from paceline.bench.inflate import inflate_pair
+from paceline.bench.latency import Shape, measure_latency
+from paceline.bench.machine import describe_engine, describe_machine, read_bandwidth
+from paceline.bench.prefix import PrefixCases, shared_prefix, warm_prefix
+from paceline.bench.round import measure_round
+from paceline.bench.speculation import run_speculation
+from paceline.bench.startup import measure_startup
+from paceline.bench.throughput import measure_throughput
+from paceline.config import EngineConfig
+
+GEOMETRY = "qwen3-4b"
+ACCEPT_LENGTH = 3.52
+DRAFTERS = {"plain": None, "dspark": "dspark-b7", "dflash": "dflash-b16"}
+PARTS = (*DRAFTERS, "real", "startup")
+SHAPES = [(1, 128, 512), (1, 4000, 256), (8, 128, 512), (32, 128, 256), (64, 1024, 256), (128, 1024, 256)]
+SMALL_SHAPES = [(1, 32, 24), (4, 32, 24)]
+
+
+class Results:
+    """Rows of a part, written as they come."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self.path = folder / f"targets_{part}.json"
+        self.head: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        """One more row."""
+        self.rows.append({"row": name, **row})
+        self.path.write_text(json.dumps({**self.head, "results": self.rows}, indent=1) + "\n")
+        shown = {key: value for key, value in row.items() if not isinstance(value, list)}
+        print(name, json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in shown.items()}))
+        for stage in row.get("stages", []):
+            print("   ", {k: round(v, 4) if isinstance(v, float) else v for k, v in stage.items() if v})
+        sys.stdout.flush()
+
+    def measure(self, name: str, action: Callable[[], dict[str, Any]]) -> None:
+        """The row an action returns, or what went wrong with it."""
+        start = time.perf_counter()
+        try:
+            row = action()
+        except Exception as error:
+            traceback.print_exc()
+            row = {"error": f"{type(error).__name__}: {error}"}
+        self.add(name, {**row, "took_s": time.perf_counter() - start})
+
+
+def engine_of(part: str, small: bool) -> EngineConfig:
+    """The engine of a part with random weights."""
+    drafter = DRAFTERS[part]
+    speculation: dict[str, Any] = {"synthetic_accept_length": ACCEPT_LENGTH, "verify_planner": "off"}
+    if small:
+        speculation["method"] = part
+        config = {} if drafter is None else speculation
+        return EngineConfig.of(device="cpu", num_blocks=1000, speculative_config=config)
+    base = EngineConfig.of(
+        device="cuda", max_num_seqs=128, speculative_config=None if drafter is None else speculation
+    )
+    return with_geometry(base, GEOMETRY, drafter)
+
+
+def run_random(results: Results, part: str, repeats: int, small: bool) -> None:
+    """Decoding at every shape, prefill, prefixes, and rounds taken apart."""
+    device = torch.device("cpu" if small else "cuda")
+    rate = read_bandwidth(device)  # before the engine takes the memory
+    driver = Driver(engine_of(part, small), prepare=False)
+    results.head = {
+        "machine": describe_machine(device),
+        "settings": {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate},
+    }
+    results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})
+    driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)
+    for shape in SMALL_SHAPES if small else SHAPES:
+        # One sequence draws few accept lengths: more runs, for their mean to settle.
+        runs = repeats * (5 if shape[0] == 1 and part != "plain" else 1)
+        name = f"{part} {shape[0]} x {shape[1]} -> {shape[2]}"
+        results.measure(name, lambda s=shape, n=runs: asdict(measure_latency(driver, Shape(*s), n, rate)))
+    count, length = (4, 100) if small else (64, 1024)
+    results.measure(
+        f"{part} prefill {count} x {length}",
+        lambda: asdict(measure_throughput(driver, count, length, 1, None, repeats)),
+    )
+    cases = PrefixCases(6, 256, 16, 8, 512, 0) if small else PrefixCases(96, 4000, 16, 16, 16384, 0)
+    results.measure(f"{part} shared prefix", lambda: shared_prefix(driver, cases, repeats))
+    results.measure(f"{part} warm prefix", lambda: warm_prefix(driver, cases, 2 * repeats + 1))
+    context = 64 if small else 512
+    for size in (1,) if small else (1, 8, 32):
+        results.measure(
+            f"{part} round at {size}",
+            lambda size=size: {"stages": measure_round(driver, size, context, 8, rate)},
+        )
+
+
+def run_real(results: Results) -> None:
+    """The bundled pair at full size: the same tokens with and without the drafter, and what it gains."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        target, drafter = inflate_pair(
+            "mini", "mini-dspark", GEOMETRY, folder + "/pair", pad_vocab=True, dtype="bfloat16"
+        )
+        results.add("inflate", {"seconds": time.perf_counter() - start})
+        config = EngineConfig.of(
+            model=str(target),
+            device="cuda",
+            max_num_seqs=32,
+            speculative_config={"model": str(drafter), "verify_planner": "off"},
+        )
+        report = run_speculation(config, None, 256, 0.0, "1,8,32", 2)
+        results.head = {"machine": report.machine, "settings": report.settings}
+        for row in report.results:
+            results.add(f"real pair, batch {row['batch_size']}", row)
+
+
+def main() -> int:
+    """Run parts, each in a process of its own."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="the bundled pair on a CPU, to try the script")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"no such part: {', '.join(unknown)}. There are {', '.join(PARTS)}.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.here:
+        command = [sys.executable, *sys.argv, "--here", "--parts"]
+        return max(subprocess.run([*command, part], check=False).returncode for part in parts)
+    (part,) = parts
+    results = Results(args.out, part)
+    if part in DRAFTERS:
+        run_random(results, part, args.repeats, args.small)
+    elif part == "startup":
+        for again in ("first", "again"):
+            results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))
+    elif not args.small:
+        run_real(results)
+    return int(any("error" in row for row in results.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
