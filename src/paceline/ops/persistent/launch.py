@@ -129,7 +129,7 @@ class Launch:
             self._num_kv_heads,
             self._splits,
         )
-        _kernel(self._machine.max_chunks).launch_together(
+        _kernel(self._machine.max_chunks, torch.cuda.current_device()).launch_together(
             self._machine.grid,
             (_WARPS + _PRODUCERS) * 32,
             [
@@ -208,7 +208,9 @@ class _Scratch(ctypes.Structure):
 
 
 @cache
-def _kernel(max_chunks: int) -> CudaKernel:
+def _kernel(max_chunks: int, device: int) -> CudaKernel:
+    """A variant of the kernel, loaded on a device: the current one."""
+    assert device == torch.cuda.current_device()
     source = files("paceline.ops.persistent").joinpath("kernel.cu").read_text()
     defines = {
         "RING_BYTES": _RING_BYTES,
