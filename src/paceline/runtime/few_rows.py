@@ -310,6 +310,7 @@ class FewRows:
             drafter is not None
             and (self._space.machine is None or drafter.config.layers.head_dim == HEAD_DIM)
             and drafter.qkv_bias is None
+            and drafter.config.layers.rms_norm_eps == self._model.config.rms_norm_eps
             and all(layer.spec.window is None for layer in drafter.draft_layers())
         )
 
