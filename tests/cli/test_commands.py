@@ -33,6 +33,15 @@ def test_short_forms_join_the_config_and_must_not_repeat_it() -> None:
     assert options._speculation(given) == {"model": "a", "draft_window": 64}
     with pytest.raises(ConfigError, match="draft_window is given both"):
         options._speculation({"speculative_config": '{"draft_window": 1}', "draft_window": 64})
+    given = {"speculative_config": None, "hedge": 4, "hedge_positions": "0,2", "hedge_auto": True}
+    config = EngineConfig.of(speculative_config=options._speculation(given)).speculation
+    assert config is not None and (config.hedge, config.hedge_positions, config.hedge_auto) == (
+        4,
+        (0, 2),
+        True,
+    )
+    with pytest.raises(ConfigError, match="--hedge-positions is '0;2'; give positions between commas"):
+        options._speculation({"speculative_config": None, "hedge_positions": "0;2"})
 
 
 @pytest.mark.parametrize(

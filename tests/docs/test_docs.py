@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli import main
 from paceline.config import EngineConfig
-from paceline.engine.messages import EngineStats, PlannerStats
+from paceline.engine.messages import EngineStats, HedgeStats, PlannerStats
 from paceline.observability.metrics import Metrics
 from paceline.sampling.params import SamplingParams
 from paceline.server import schema
@@ -150,6 +150,7 @@ STATS = EngineStats(
     accept_lengths=[1, 1],
     draft_state={"hits": 1},
     planner=PlannerStats(rounds=[(7, "drafts pay", 1)], survival=[0.5]),
+    hedging=HedgeStats(),
 )
 """Everything that makes a family of metrics appear."""
 

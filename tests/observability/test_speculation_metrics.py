@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.engine.messages import EngineRequest, EngineStats, PlannerStats, SequenceOutput
+from paceline.engine.messages import EngineRequest, EngineStats, HedgeStats, PlannerStats, SequenceOutput
 from paceline.engine.outputs import BONUS, PLAIN, RequestMetrics
 from paceline.observability import Metrics
 from paceline.observability.logs import StatsLine
@@ -180,3 +180,42 @@ def test_planner_families() -> None:
     assert found["planned_rounds_total", "7"] == 3 and found["planned_rounds_total", "0"] == 1
     assert found["expected_tokens_total", None] == 12.5 and found["realised_tokens_total", None] == 11
     assert found["survival", "0"] == 0.5 and found["survival", "1"] == 0.25
+
+
+HEDGING = HedgeStats(chains=3, num_rounds=9, num_chains=27, num_wins=2, num_losses=7, num_tokens=5)
+
+
+def test_hedge_families() -> None:
+    metrics = Metrics("m")
+    metrics.update(EngineStats(accepted_per_position=[1, 1], accept_lengths=[0, 1, 1], hedging=HEDGING))
+    prefix = "paceline:spec_decode_hedge"
+    found = {
+        (sample.name.removeprefix(prefix), sample.labels.get("outcome")): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name.startswith(prefix)
+    }
+    assert found == {
+        ("d_rounds_total", None): 9,
+        ("_chains_total", None): 27,
+        ("d_spans_total", "win"): 2,
+        ("d_spans_total", "loss"): 7,
+        ("_tokens_total", None): 5,
+        ("_positions", None): 3,
+    }
+
+
+def test_log_line_of_hedges() -> None:
+    line = StatsLine()
+    line.next(EngineStats(accepted_per_position=[0, 0], hedging=HedgeStats(num_wins=1, num_tokens=1)), 0.0)
+    stats = EngineStats(
+        generation_tokens=9,
+        num_drafts=9,
+        num_draft_tokens=18,
+        num_accepted_tokens=9,
+        accepted_per_position=[6, 3],
+        hedging=HEDGING,
+    )
+    text = line.next(stats, 10.0)
+    assert text is not None
+    assert text.splitlines()[-1] == "hedges: 3 chains each, 1 of 8 spans won, 4 tokens gained"

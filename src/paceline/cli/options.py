@@ -47,6 +47,9 @@ SPECULATION_HELP: dict[str, tuple[Any, str]] = {
     "draft_window": (int, 'Same as "draft_window" in --speculative-config.'),
     "draft_capture_mb": (float, 'Same as "draft_capture_mb" in --speculative-config.'),
     "verify_planner": (Literal["auto", "off"], 'Same as "verify_planner" in --speculative-config.'),
+    "hedge": (int, 'Same as "hedge" in --speculative-config: sequences of a round that are hedged at most.'),
+    "hedge_positions": (str, 'Same as "hedge_positions" in --speculative-config, as in 0,1,2.'),
+    "hedge_auto": (bool, 'Same as "hedge_auto" in --speculative-config: as many chains as pay.'),
     "synthetic_accept_length": (float, 'Same as "synthetic_accept_length" in --speculative-config.'),
 }
 """Flags of speculation: the whole config, and short forms of some of its fields."""
@@ -130,6 +133,8 @@ def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
     """The speculative config of a command line: its JSON with the short forms filled in."""
     text: str | None = given.pop("speculative_config")
     short = {name: value for name, value in given.items() if value is not None}
+    if "hedge_positions" in short:
+        short["hedge_positions"] = _positions(short["hedge_positions"])
     if not short:
         return text
     config: Any = {"method": "dspark"}
@@ -144,6 +149,16 @@ def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
     if both:
         raise ConfigError(f"{both[0]} is given both as a flag and in --speculative-config. Give it once.")
     return {**config, **short}
+
+
+def _positions(text: str) -> list[int]:
+    """Numbers between commas."""
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--hedge-positions is {text!r}; give positions between commas, as in 0,1,2."
+        ) from error
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:

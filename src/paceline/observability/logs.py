@@ -89,10 +89,20 @@ def _drafts_line(stats: EngineStats, last: EngineStats, elapsed_s: float) -> str
     rates = " ".join(
         f"{(new - old) / rounds:.2f}" for new, old in zip(stats.accepted_per_position, before, strict=True)
     )
-    return (
+    line = (
         f"drafts: accept length {1 + accepted / rounds:.2f}, accepted {accepted} of {drafted} tokens "
         f"({accepted / drafted:.1%}), {accepted / elapsed_s:.1f} of {drafted / elapsed_s:.1f} tok/s, "
         f"by position {rates}"
+    )
+    now, then = stats.hedging, last.hedging
+    if now is None or then is None:
+        return line
+    wins, losses = now.num_wins - then.num_wins, now.num_losses - then.num_losses
+    if wins + losses == 0:
+        return line
+    return (
+        f"{line}\nhedges: {now.chains} chains each, {wins} of {wins + losses} spans won, "
+        f"{now.num_tokens - then.num_tokens} tokens gained"
     )
 
 

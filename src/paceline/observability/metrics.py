@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from paceline.engine.messages import EngineStats, PlannerStats
+    from paceline.engine.messages import EngineStats, HedgeStats, PlannerStats
     from paceline.engine.outputs import RequestOutput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,6 +39,11 @@ _OWN_ONLY = frozenset(
         "spec_decode_expected_tokens",
         "spec_decode_realised_tokens",
         "spec_decode_survival",
+        "spec_decode_hedged_rounds",
+        "spec_decode_hedge_chains",
+        "spec_decode_hedged_spans",
+        "spec_decode_hedge_tokens",
+        "spec_decode_hedge_positions",
         "request_accept_length",
     )
 )
@@ -198,6 +203,25 @@ class Metrics(Collector):
         yield self._accept_lengths(stats.accept_lengths)
         if stats.planner is not None:
             yield from self._planner_families(stats.planner)
+        if stats.hedging is not None:
+            yield from self._hedge_families(stats.hedging)
+
+    def _hedge_families(self, hedging: HedgeStats) -> Iterator[Metric]:
+        prefix = "spec_decode_"
+        yield self._counter(prefix + "hedged_rounds", "Rounds with hedge chains.", {(): hedging.num_rounds})
+        yield self._counter(prefix + "hedge_chains", "Hedge chains verified.", {(): hedging.num_chains})
+        yield self._counter(
+            prefix + "hedged_spans",
+            "Verify spans with hedge chains beside them, by whether a chain won.",
+            {("win",): hedging.num_wins, ("loss",): hedging.num_losses},
+            ("outcome",),
+        )
+        yield self._counter(
+            prefix + "hedge_tokens", "Tokens committed because a chain won.", {(): hedging.num_tokens}
+        )
+        yield self._gauge(
+            prefix + "hedge_positions", "Drafts hedged of each hedged sequence now.", hedging.chains
+        )
 
     def _planner_families(self, planner: PlannerStats) -> Iterator[Metric]:
         prefix = "spec_decode_"
