@@ -18,7 +18,7 @@ from paceline.engine.factory import make_core
 from paceline.models.attention import DenseCausalContext
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
-from support.engines import GOLDEN, complete, golden_cases, tokens_of
+from support.engines import GOLDEN, complete, golden_cases, golden_prompts, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +84,28 @@ def test_same_tokens_with_graphs_and_drafters(drafter: str | None, sampling: str
     assert tokens_of(complete(core, prompts, params)) == plain
     assert drafter is None or core.scheduler.speculation.num_accepted_tokens > 0
     assert tokens_of(complete(core, prompts, params)) == plain, "again, all warm"
+
+
+@pytest.mark.parametrize("drafter", ["dflash_tiny_b16", "dspark_tiny_b7", "dspark_tiny_b7_rnn"])
+@pytest.mark.parametrize("draft_state", ["paged", "capture"])
+def test_same_tokens_with_hedges(drafter: str, draft_state: str) -> None:
+    """Captured rounds with chains for some of their sequences, every kind of sampling."""
+    prompts = golden_prompts(16, seed=4)
+    ways = [*SAMPLINGS.values(), {"temperature": 0.9, "frequency_penalty": 0.3, "logprobs": 3}]
+    params = [limited(40, seed=i, **ways[i % len(ways)]) for i in range(len(prompts))]
+    eager = gpu_core(GOLDEN / "qwen3_tiny", dtype="float32", enforce_eager=True)
+    plain = tokens_of(complete(eager, prompts, params))
+    speculative = {
+        "model": str(GOLDEN / drafter),
+        "verify_planner": "off",
+        "draft_state": draft_state,
+        "hedge": 6,
+    }
+    core = gpu_core(GOLDEN / "qwen3_tiny", dtype="float32", speculative_config=speculative)
+    for _ in range(2):
+        assert tokens_of(complete(core, prompts, params)) == plain
+    stats = core.stats().hedging
+    assert stats is not None and stats.num_wins and stats.num_losses
 
 
 def test_sampler_features_agree_with_the_cpu() -> None:

@@ -38,6 +38,7 @@ def closeness_modes() -> list[Mode]:
         Mode("drafts, cached", lookahead=1, passes=2),
         Mode("drafts, 64-row chunks", {"max_num_seqs": 16, "max_num_batched_tokens": 64}, lookahead=1),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, lookahead=1, passes=2),
+        Mode("drafts, hedged", speculative={"hedge": 8}, lookahead=1, passes=2),
         Mode("drafts, planned", speculative={"verify_planner": "auto"}, lookahead=1),
     ]
 
