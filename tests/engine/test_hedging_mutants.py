@@ -26,8 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
 
 
-def hedged_core(draft_state: str = "paged") -> EngineCore:
-    speculative = {"hedge": 6, "draft_state": draft_state}
+def hedged_core(draft_state: str = "paged", hedge: int = 6) -> EngineCore:
+    speculative = {"hedge": hedge, "draft_state": draft_state}
     return golden_core("qwen3_tiny", drafter=DRAFTER, speculative_config=speculative)
 
 
@@ -79,6 +79,34 @@ def gate_turns() -> list[Violation]:
 def test_the_unharmed_engine_passes(expected: list[list[list[int]]]) -> None:
     assert not gate_tokens(expected)
     assert not gate_turns()
+
+
+def test_stops_and_limits_inside_a_chain_cut_it() -> None:
+    """Every output cut at a token of its own, or by its length: as plain decoding is cut, before anything is
+    committed or counted.
+    """
+    whole = tokens_of(complete(golden_core("qwen3_tiny"), PROMPTS, RANDOM))
+    prompts, params = [], []
+    for i, (prompt, tokens) in enumerate(list(zip(PROMPTS, whole, strict=True))[:6]):
+        for at in range(12, 20):
+            cut = {"max_tokens": at} if (i + at) % 2 else {"stop_token_ids": [tokens[at]]}
+            prompts.append(prompt)
+            params.append(msgspec.structs.replace(RANDOM, **cut))
+    plain, core = complete(golden_core("qwen3_tiny"), prompts, params), hedged_core(hedge=32)
+    won: list[int] = []
+    commit = core.scheduler.commit
+
+    def counted(step: Any, results: list[Any]) -> Any:
+        won.extend(result.won for result in results)
+        return commit(step, results)
+
+    core.scheduler.commit = counted  # type: ignore[method-assign]
+    for (ours,), (theirs,) in zip(complete(core, prompts, params), plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+    stats = core.stats().hedging
+    assert stats is not None and 0 < stats.num_tokens < sum(won), "some chains must have been cut"
+    assert not nothing_held(core)
 
 
 @pytest.mark.parametrize("draft_state", ["paged", "capture"])

@@ -20,8 +20,14 @@ from support.engines import GOLDEN
 BLOCK, DRAFT = 1000, 200
 
 
-def plan(*, captures: CaptureMemory | None = None, rounds: bool = True, drafter: bool = True) -> MemoryPlan:
-    return MemoryPlan(0, BLOCK, DRAFT if drafter else 0, captures, rounds)
+def plan(
+    *,
+    captures: CaptureMemory | None = None,
+    rounds: bool = True,
+    drafter: bool = True,
+    hedge_blocks: int = 0,
+) -> MemoryPlan:
+    return MemoryPlan(0, BLOCK, DRAFT if drafter else 0, captures, rounds, hedge_blocks)
 
 
 def all_bytes(plan: MemoryPlan) -> int:
@@ -34,14 +40,16 @@ def all_bytes(plan: MemoryPlan) -> int:
 @pytest.mark.parametrize("captures", [None, CaptureMemory(3, 2, 50), CaptureMemory(0, 0, 50)])
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize("drafter", [True, False])
+@pytest.mark.parametrize("hedge_blocks", [0, 3])
 def test_the_pool_takes_what_is_left_and_no_more(
-    captures: CaptureMemory | None, rounds: bool, drafter: bool
+    captures: CaptureMemory | None, rounds: bool, drafter: bool, hedge_blocks: int
 ) -> None:
     if captures is not None and not drafter:
         return
-    empty = plan(captures=captures, rounds=rounds, drafter=drafter)
-    for budget in (3000, 7777, 100_000):
+    empty = plan(captures=captures, rounds=rounds, drafter=drafter, hedge_blocks=hedge_blocks)
+    for budget in (6000, 7777, 100_000):
         made = empty.within(budget, "a test")
+        assert made.target_blocks == made.num_blocks + rounds + hedge_blocks
         assert all_bytes(made) <= budget < all_bytes(made) + made.block_bytes
 
 

@@ -149,3 +149,8 @@ def test_positions_must_be_drafts_and_rounds_must_be_there() -> None:
         hedged_core(enforce_eager=True)
     core = hedged_core(speculative={"num_speculative_tokens": 2})
     assert core.scheduler.hedger.limits.positions == (0, 1)
+
+
+def test_chains_have_their_own_blocks_behind_the_pool() -> None:
+    core = hedged_core(max_num_seqs=4, num_blocks=50)  # 4 sequences, 3 chains each, 7 rows: 84 slots
+    assert core.runner.cache.k.shape[1] == core.runner.drafting.cache.k.shape[1] == 50 + 6 + 1
