@@ -38,9 +38,9 @@ class Erratic(Planner):
         return self.seen[-1]
 
 
-def planned_core(lookahead: int, **options: object) -> EngineCore:
+def planned_core(lookahead: int, hedge: int = 0, **options: object) -> EngineCore:
     """A golden engine with a planner."""
-    speculative = {"verify_planner": "auto"}
+    speculative = {"verify_planner": "auto", "hedge": hedge}
     return golden_core(
         "qwen3_tiny", drafter="dspark_tiny_b7", lookahead=lookahead, speculative_config=speculative, **options
     )
@@ -52,7 +52,11 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lookahead", (0, 1))
-@pytest.mark.parametrize("options", ({}, {"max_num_seqs": 4, "num_blocks": 14}), ids=["plenty", "scarce"])
+@pytest.mark.parametrize(
+    "options",
+    ({}, {"max_num_seqs": 4, "num_blocks": 14}, {"hedge": 6}),
+    ids=["plenty", "scarce", "hedged"],
+)
 def test_any_decisions_give_the_same_tokens(
     lookahead: int, options: dict[str, int], expected: list[list[int]]
 ) -> None:
