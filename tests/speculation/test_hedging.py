@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.config import SpeculativeConfig
-from paceline.speculation.controller import HedgeController
+from paceline.speculation.controller import HedgeController, HedgeTuning
 from paceline.speculation.hedging import HedgeCandidate, HedgeLimits, Hedger
-from support.engines import complete, golden_core, golden_prompts
+from support.engines import complete, golden_core, golden_prompts, tokens_of
 
 
 def hedger(max_seqs: int = 4, positions: tuple[int, ...] = (0, 2), num_drafts: int = 5) -> Hedger:
@@ -122,6 +122,19 @@ def test_the_controller_hears_of_every_round() -> None:
     assert sum(tokens for tokens, _ in heard) >= 4 * 24 - num_first
     stats = core.stats().hedging
     assert stats.chains == 2 and 0 < stats.num_chains <= 2 * (stats.num_wins + stats.num_losses)
+
+
+def test_the_controller_tries_chains_while_serving_and_the_tokens_stay() -> None:
+    prompts = golden_prompts(8, seed=2)
+    want = tokens_of(complete(golden_core("qwen3_tiny"), prompts, [GREEDY] * 8))
+    core = hedged_core(speculative={"hedge_auto": True})
+    tuning = HedgeTuning(window_rounds=2, explore_windows=1, max_gap_s=60.0)
+    core.scheduler.hedger.controller = controller = HedgeController(3, tuning)
+    for _ in range(4):
+        assert tokens_of(complete(core, prompts, [GREEDY] * 8)) == want
+    assert {0, 1} <= set(controller.speeds), "both were timed"
+    stats = core.stats().hedging
+    assert stats.num_chains > 0
 
 
 @pytest.mark.parametrize(
