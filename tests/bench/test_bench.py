@@ -356,8 +356,6 @@ def test_results_are_written_as_json_and_drawn(report: Report, tmp_path: Path) -
     assert "<svg" in (tmp_path / "r.svg").read_text()
     report.plot = Plot("batch", "rate", bars=True)
     report.draw(str(tmp_path / "bars.png"))
-    with pytest.raises(ConfigError, match=r"--plot .*xyz"):
-        report.draw(str(tmp_path / "r.xyz"))
 
 
 def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +364,37 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pyte
         Output.checked(None, "r.png")
 
 
-def test_a_folder_that_is_not_there_is_refused_before_measuring() -> None:
+def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--json nowhere/r\.json: there is no folder nowhere"):
         Output.checked("nowhere/r.json", None)
+    with pytest.raises(ConfigError, match=r"--json .*: Is a directory\. Name a file"):
+        Output.checked(str(tmp_path), None)
+    with pytest.raises(ConfigError, match=r"--json /proc/r\.json: .*\. Name a file"):
+        Output.checked("/proc/r.json", None)
+    with pytest.raises(ConfigError, match=r"--plot .*r\.xyz: there is no format 'xyz'"):
+        Output.checked(None, str(tmp_path / "r.xyz"))
+
+
+def test_a_check_of_files_leaves_them_as_they_are(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    Output.checked(str(old), str(tmp_path / "new.svg"))
+    Output.checked(str(tmp_path / "new.json"), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"] and old.read_text() == "kept"
+
+
+def test_rounds_whose_sequences_never_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.round.read_bandwidth", lambda device: 1e9)
+    engine = EngineConfig.of(
+        model=str(GOLDEN / "qwen3_tiny"),
+        device="cpu",
+        num_blocks=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        enable_prefix_caching=False,
+    )
+    with pytest.raises(ConfigError, match="4 sequences never decoded all at once"):
+        run_round(engine, batch_size=4, context_len=100, num_rounds=2)
 
 
 @pytest.mark.parametrize(
@@ -434,3 +460,11 @@ def test_speculation_is_compared_on_real_prompts(tmp_path: Path) -> None:
         run_speculation(plain(engine), None, 12, 0.0, "2", repeats=1)
     with pytest.raises(ConfigError, match="cannot be read"):
         run_speculation(engine, str(tmp_path / "none"), 12, 0.0, "2", repeats=1)
+    with pytest.raises(ConfigError, match="A batch of 3 needs as many prompts; there are 2"):
+        run_speculation(engine, str(prompts), 12, 0.0, "1,3", repeats=1)
+    one_at_once = EngineConfig.of(device="cpu", num_blocks=256, max_num_seqs=1)
+    with pytest.raises(ConfigError, match="2 sequences at once, but this engine runs 1"):
+        run_speculation(one_at_once, str(prompts), 12, 0.0, "2", repeats=1)
+    prompts.write_bytes(b"\xd0\x00")
+    with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec"):
+        run_speculation(engine, str(prompts), 12, 0.0, "1", repeats=1)

@@ -35,10 +35,11 @@ def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return list(PROMPTS)
     try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path} cannot be read ({error.strerror}).") from error
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--prompts {path} cannot be read: {reason}. Name a text file in UTF-8.") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ConfigError(f"--prompts: {path} has no prompts; put one on each line.")
+        raise ConfigError(f"--prompts {path} has no prompts. Write one on each line.")
     return prompts

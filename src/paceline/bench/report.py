@@ -101,7 +101,7 @@ class Report:
         """Write the plot; the file's ending picks the format.
 
         Raises:
-            ConfigError: matplotlib is not installed, or does not know the format.
+            ConfigError: matplotlib is not installed.
         """
         _require_matplotlib()
         from matplotlib.figure import Figure  # draws without a display
@@ -125,10 +125,7 @@ class Report:
                 axes.legend()
         axes.set_title(self.title)
         axes.grid(alpha=0.3)
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise ConfigError(f"--plot {path}: {error}.") from error
+        figure.savefig(path)
 
     def _series(self) -> dict[str, list[Row]]:
         groups: dict[str, list[Row]] = {}
@@ -153,13 +150,14 @@ class Output:
         """Refuse, before anything is measured, what could not be written after it.
 
         Raises:
-            ConfigError: no such folder, or no matplotlib.
+            ConfigError: a file that cannot be written, no matplotlib, or a format it does not know.
         """
-        for flag, path in (("--json", json_path), ("--plot", plot_path)):
-            if path is not None and not Path(path).absolute().parent.is_dir():
-                raise ConfigError(f"{flag} {path}: there is no folder {Path(path).parent}. Make it first.")
+        if json_path is not None:
+            check_writable("--json", json_path)
         if plot_path is not None:
             _require_matplotlib()
+            _check_format(plot_path)
+            check_writable("--plot", plot_path)
         return cls(json_path, plot_path)
 
     def write(self, report: Report) -> None:
@@ -169,6 +167,36 @@ class Output:
             Path(self.json_path).write_text(report.to_json(), encoding="utf-8")
         if self.plot_path is not None:
             report.draw(self.plot_path)
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Refuse a file that could not be written. What is in it stays.
+
+    Raises:
+        ConfigError: no such folder, no permission, or a folder itself.
+    """
+    file = Path(path)
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {file.parent}. Make it first.")
+    if file.exists() and not file.is_file() and not file.is_dir():
+        return  # a pipe or a terminal: opened once, by whoever writes
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}. Name a file that can be written.") from error
+    if is_new:
+        file.unlink()
+
+
+def _check_format(path: str) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    ending, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if ending and ending not in known:  # without an ending matplotlib writes PNG
+        raise ConfigError(
+            f"--plot {path}: there is no format {ending!r}. There are {', '.join(sorted(known))}."
+        )
 
 
 def _require_matplotlib() -> None:

@@ -101,7 +101,8 @@ def measure_round(
         bytes_per_s: at which memory can be read.
 
     Raises:
-        ConfigError: the engine has no rounds, or the batch does not fit it.
+        ConfigError: the engine has no rounds, the batch does not fit it, or its first sequence ends before
+            its last begins.
     """
     if driver.engine.enforce_eager:
         raise ConfigError("enforce_eager is set, so there are no decode rounds to take apart. Drop it.")
@@ -109,7 +110,14 @@ def measure_round(
     driver.check_fits(batch_size, context_len + output_len)
     prompts = random_prompts(batch_size, context_len, driver.info.vocab_size, seed=0)
     driver.run(prompts, output_len)
-    round_s = statistics.median(driver.run(prompts, output_len).full_rounds_s())
+    rounds = driver.run(prompts, output_len).full_rounds_s()
+    if not rounds:
+        raise ConfigError(
+            f"{batch_size} sequences never decoded all at once: the first had its {output_len} tokens before "
+            "the last prompt was read. Raise --num-rounds or --max-num-batched-tokens, or leave the prefix "
+            "cache on."
+        )
+    round_s = statistics.median(rounds)
     seconds, kernels = _record(driver, prompts, output_len)
     floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
     needed = stage_bytes(floor, batch_size * (context_len + output_len / 2), seconds.keys())

@@ -61,15 +61,26 @@ def run_speculation(
     """Measure both modes.
 
     Raises:
-        ConfigError: no drafter, or prompts that cannot be read.
+        ConfigError: no drafter, prompts that cannot be read, or a batch of more than there are or run at
+            once.
     """
     if engine.speculation is None:
         raise ConfigError("There is no drafter to measure. Name one with --speculative-config.")
     sizes = parse_batch_sizes(batch_sizes)
     prompts = read_prompts(prompts_path)
+    if max(sizes) > len(prompts):
+        raise ConfigError(
+            f"A batch of {max(sizes)} needs as many prompts; there are {len(prompts)}. Lower --batch-sizes "
+            "or give a longer file with --prompts."
+        )
     # Side by side: on a GPU each gets half of the memory.
     half = msgspec.structs.replace(engine, gpu_memory_utilization=engine.gpu_memory_utilization / 2)
     drafted, undrafted = _load(half), _load(plain(engine))
+    if max(sizes) > drafted.info.max_num_seqs:
+        raise ConfigError(
+            f"{max(sizes)} sequences at once, but this engine runs {drafted.info.max_num_seqs} "
+            "(max_num_seqs). Lower --batch-sizes or raise --max-num-seqs."
+        )
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=output_len, ignore_eos=True)
         for i in range(len(prompts))

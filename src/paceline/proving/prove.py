@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from paceline.bench.prompts import PROMPTS
+from paceline.bench.prompts import PROMPTS, read_prompts
+from paceline.bench.report import check_writable
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
@@ -97,8 +98,10 @@ def run_prove(options: ProveOptions, json_path: str | None) -> bool:
         Whether no gate was violated.
 
     Raises:
-        ConfigError: a drafter is missing, or the prompts cannot be used.
+        ConfigError: a drafter is missing, the prompts cannot be used, or ``json_path`` cannot be written.
     """
+    if json_path is not None:
+        check_writable("--json", json_path)
     console = Console(highlight=False)
     proof = _Prover(options, Console(stderr=True, highlight=False)).prove()
     show_modes(console, proof.level, proof.modes)
@@ -165,13 +168,9 @@ class _Prover:
         return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
 
     def _read(self, path: str, plain: EngineCore) -> list[list[int]]:
-        try:
-            lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
-        except OSError as error:
-            raise ConfigError(f"--prompts {path}: {error.strerror}. Name a readable text file.") from error
         tokenizer = self._tokenizer()
         prompts = []
-        for number, line in enumerate(lines[: self._options.num_prompts], start=1):
+        for number, line in enumerate(read_prompts(path)[: self._options.num_prompts], start=1):
             ids = _token_ids(line)
             if ids is None and tokenizer is None:
                 raise ConfigError(
@@ -187,8 +186,6 @@ class _Prover:
                     f"0..{plain.info.vocab_size - 1}."
                 )
             prompts.append(ids)
-        if not prompts:
-            raise ConfigError(f"--prompts {path} has no prompts. Write one per line.")
         return prompts
 
     def _openings(self, plain: EngineCore) -> list[list[int]]:
