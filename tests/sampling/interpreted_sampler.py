@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.sampling import noise, triton_sampler
+from paceline.sampling import noise, triton_filters, triton_sampler
 from paceline.sampling.filters import kept_prefix, ordered_top
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import SampleRows
 from paceline.sampling.sampler import sample
 from paceline.sampling.seeds import mix64
 from paceline.sampling.state import INV_TEMPERATURE, SamplingState
-from paceline.sampling.triton_filters import keep_likely
+from paceline.sampling.triton_filters import last_kept
 from paceline.sampling.triton_sampler import sample_argmax
 
 
@@ -119,39 +119,134 @@ FILTERS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 37, 5000])
-@pytest.mark.parametrize("kind", ["random", "grid", "equal"])
-def test_filters_keep_the_same_tokens(vocab_size: int, kind: str) -> None:
-    """Ties of every size: the lowest ids stay."""
-    state = SamplingState(len(FILTERS), vocab_size, device="cpu")
-    for slot, fields in enumerate(FILTERS):
-        state.set_slot(slot, SamplingParams(**fields), 0, 1)  # type: ignore[arg-type]
-    slots = torch.arange(len(FILTERS), dtype=torch.int32).flip(0)
-    logits = torch.randn(len(slots), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+def kept_by_both(logits: Tensor, slots: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+    """[Q, V] bool: tokens up to the last one the kernels keep, and those the CPU keeps; tokens at -inf are
+    kept by neither."""
+    last = last_kept(logits, slots, state.floats, state.ints)
+    last_logit, last_token = last.logits[:, None], last.tokens[:, None]
+    got = (logits > last_logit) | ((logits == last_logit) & (torch.arange(logits.shape[1]) <= last_token))
+    floats, ints = state.floats[slots], state.ints[slots]
+    values, ids = ordered_top(logits, logits.shape[1])
+    kept, _ = kept_prefix(values * floats[:, INV_TEMPERATURE, None].float(), floats, ints)
+    kept[floats[:, INV_TEMPERATURE] == 0] = True
+    drawable = logits > -torch.inf
+    return got & drawable, torch.zeros_like(kept).scatter(1, ids.long(), kept) & drawable
+
+
+def filter_state(filters: list[dict[str, float]], vocab_size: int) -> tuple[SamplingState, Tensor]:
+    """A slot for each of these, and the slots of as many rows, last slot first."""
+    state = SamplingState(len(filters), vocab_size, device="cpu")
+    for slot, fields in enumerate(filters):
+        state.set_slot(slot, SamplingParams(**fields), slot, 1)  # type: ignore[arg-type]
+    return state, torch.arange(len(filters), dtype=torch.int32).flip(0)
+
+
+def some_logits(kind: str, num_rows: int, vocab_size: int) -> Tensor:
+    """[num_rows, V] of a kind: with ties of every size, with tokens that are not allowed."""
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
     if kind == "grid":
         logits = (logits * 2).round() / 2  # -0.0 beside 0.0, too
     elif kind == "equal":
-        logits = torch.zeros(len(slots), vocab_size)
+        logits = torch.zeros(num_rows, vocab_size)
         logits[:, vocab_size // 2] = 1.0
-    floats, ints = state.floats[slots], state.ints[slots]
-    values, ids = ordered_top(logits, vocab_size)
-    kept, _ = kept_prefix(values * floats[:, INV_TEMPERATURE, None].float(), floats, ints)
-    kept[floats[:, INV_TEMPERATURE] == 0] = True
-    expected = logits.masked_fill(~torch.zeros_like(kept).scatter(1, ids.long(), kept), -torch.inf)
-    keep_likely(logits, slots, state.floats, state.ints)
-    assert torch.equal(logits, expected)
+    elif kind == "few allowed":
+        logits[:, torch.arange(vocab_size) % 16 != 5] = -torch.inf
+        logits[:, 0] = 0.0
+    elif kind == "neighbours":  # all that is likely lies in one chunk
+        logits[:, 1:20] += 30.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"), [("random", 1), ("random", 5000), ("grid", 5000), ("equal", 5000)]
+)
+def test_filters_keep_the_same_tokens(kind: str, vocab_size: int) -> None:
+    """Ties of every size: the lowest ids stay."""
+    state, slots = filter_state(FILTERS, vocab_size)
+    got, expected = kept_by_both(some_logits(kind, len(slots), vocab_size), slots, state)
+    assert torch.equal(got, expected)
+
+
+SMALL = {
+    "CHUNK": 8,
+    "CHUNKS_PER_PROGRAM": 4,
+    "NUCLEUS_CHUNKS": 8,
+    "CAPACITY": 32,
+    "BLOCK": 256,
+    "SHORT_BLOCK": 32,
+}
+"""The kernels' sizes, so that some hundred tokens are many pieces and a search has to go to the row."""
+
+BORDERS: list[dict[str, float]] = [
+    {"top_k": 1},
+    {"top_k": 16, "top_p": 0.9},
+    {"top_k": 31},
+    {"top_k": 32, "min_p": 0.01},
+    {"top_k": 33, "top_p": 0.5},
+    {"top_k": 250},
+    {"top_k": 251},
+    {"top_k": 40, "top_p": 0.99, "min_p": 0.001, "temperature": 0.6},
+    {"top_p": 1e-9},
+    {"top_p": 0.3, "temperature": 0.5},
+    {"top_p": 0.97, "temperature": 2.0},
+    {"top_p": 1 - 1e-12},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"min_p": 1e-5},
+    {"min_p": 1e-5, "top_p": 0.9},
+    {"min_p": 0.2, "top_p": 0.6},
+]
+
+
+@pytest.mark.parametrize("kind", ["grid", "few allowed", "neighbours"])
+def test_filters_at_the_borders_of_what_is_gathered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SMALL.items():
+        monkeypatch.setattr(triton_filters, name, size)
+    vocab_size = 251
+    state, slots = filter_state(BORDERS, vocab_size)
+    logits = some_logits(kind, len(slots), vocab_size)
+    got, expected = kept_by_both(logits, slots, state)
+    assert [BORDERS[slot] for slot in slots[(got != expected).any(1)].tolist()] == []
+
+
+@pytest.mark.parametrize("capacity", [1, 64])
+def test_ties_across_pieces(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (SMALL | {"CAPACITY": capacity}).items():
+        monkeypatch.setattr(triton_filters, name, size)
+    logits = torch.full((4, 130), -5.0)
+    tied = torch.tensor([7, 8, 31, 32, 64, 127, 128, 129])
+    logits[:, tied] = 2.0
+    logits[:, 100] = 3.0
+    state, _ = filter_state([{"top_k": k} for k in (1, 2, 5, 9)], 130)
+    last = last_kept(logits, torch.arange(4), state.floats, state.ints)
+    assert last.logits.tolist() == [3.0, 2.0, 2.0, 2.0]
+    assert last.tokens.tolist() == [100, 7, 32, 129]
+
+
+def test_what_the_filters_drop_is_not_drawn() -> None:
+    vocab_size = 9000
+    state, slots = filter_state([*FILTERS, {"top_k": 2, "temperature": 5.0}], vocab_size)
+    logits = some_logits("few allowed", len(slots), vocab_size)
+    positions = torch.arange(len(slots), dtype=torch.int32)
+    out = torch.full((len(slots),), -1, dtype=torch.int32)
+    last = last_kept(logits, slots, state.floats, state.ints)
+    sample_argmax(logits, slots, positions, state.floats, state.ints, last=last, out=out)
+    rows = SampleRows(slots, positions, torch.zeros(len(slots), 1, dtype=torch.int32), 1)
+    expected = sample(logits.clone(), rows, state, state.features(slots.numpy())).tokens
+    assert out.tolist() == expected.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_filters_end_on_broken_logits(value: float) -> None:
-    state = SamplingState(1, 50, device="cpu")
-    state.set_slot(0, SamplingParams(top_k=5, top_p=0.9, min_p=0.1), 0, 1)
+    """The other rows do not notice, and what is drawn is a token."""
+    state, _ = filter_state([{"top_k": 5, "top_p": 0.9, "min_p": 0.1}], 50)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    expected = logits.clone()
-    logits[1] = value
     slots = torch.zeros(3, dtype=torch.int32)
-    keep_likely(logits, slots, state.floats, state.ints)
-    alone = expected[[0]].clone()
-    keep_likely(alone, slots[:1], state.floats, state.ints)
-    assert torch.equal(logits[:1], alone)
+    alone = last_kept(logits[:1], slots[:1], state.floats, state.ints)
+    logits[1] = value
+    last = last_kept(logits, slots, state.floats, state.ints)
+    assert (last.logits[0], last.tokens[0]) == (alone.logits[0], alone.tokens[0])
+    out = torch.full((3,), -1, dtype=torch.int32)
+    sample_argmax(logits, slots, slots, state.floats, state.ints, last=last, out=out)
+    assert ((out >= 0) & (out < 50)).all()

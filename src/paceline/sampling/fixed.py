@@ -39,7 +39,9 @@ def sample_fixed(
         ``FIXED_TOP`` most likely tokens.
     """
     if kind == "greedy":
-        greedy = _argmax(logits, rows, state) if logits.is_cuda else logits.argmax(-1).to(torch.int32)
+        greedy = (
+            _pick_cuda(logits, rows, state, kind) if logits.is_cuda else logits.argmax(-1).to(torch.int32)
+        )
         return SampleOutput(greedy, None)
     logits = logits.float()
     if kind != "full":
@@ -71,23 +73,23 @@ def _pieces(num_spans: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, num_spans)
 
 
-def _argmax(logits: Tensor, rows: SampleRows, state: SamplingState) -> Tensor:
-    """Tokens [Q] of logits [Q, V] on a GPU: the largest, with noise where rows are random."""
+def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, kind: FixedKind) -> Tensor:
+    """Tokens [Q] of logits [Q, V] on a GPU: the largest kept, with noise where rows are random."""
+    from paceline.sampling.triton_filters import last_kept
     from paceline.sampling.triton_sampler import sample_argmax
 
+    last = None
+    if kind != "greedy" and kind != "random":
+        last = last_kept(logits, rows.slots, state.floats, state.ints)
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
+    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, last=last, out=tokens)
     return tokens
 
 
 def _pick(logits: Tensor, rows: SampleRows, state: SamplingState, kind: FixedKind) -> Tensor:
     """Tokens [Q] of processed logits [Q, V]."""
     if logits.is_cuda:
-        from paceline.sampling.triton_filters import keep_likely
-
-        if kind != "random":
-            keep_likely(logits, rows.slots, state.floats, state.ints)
-        return _argmax(logits, rows, state)
+        return _pick_cuda(logits, rows, state, kind)
     random = state.floats[rows.slots, INV_TEMPERATURE] > 0
     if kind == "filtered" or kind == "full":
         drawn = draw_ordered(logits, rows, state, logits.shape[1])

@@ -151,13 +151,14 @@ def _pick_cpu(logits: Tensor, rows: SampleRows, state: SamplingState, features: 
 
 
 def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    from paceline.sampling.triton_filters import keep_likely  # Triton is not there on a CPU-only install
+    from paceline.sampling.triton_filters import last_kept  # Triton is not there on a CPU-only install
     from paceline.sampling.triton_sampler import sample_argmax
 
+    last = None
     if features.plain_min_p or len(features.short) or len(features.nucleus) or len(features.large):
-        keep_likely(logits, rows.slots, state.floats, state.ints)
+        last = last_kept(logits, rows.slots, state.floats, state.ints)
     tokens = torch.empty(features.num_rows, dtype=torch.int32, device=logits.device)
-    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, out=tokens)
+    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, last=last, out=tokens)
     return tokens
 
 

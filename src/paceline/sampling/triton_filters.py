@@ -1,23 +1,45 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # (Triton kernels are a language of their own inside Python's syntax.)
-"""top_k, top_p and min_p in Triton: the tokens ``filters.kept_prefix`` drops become -inf, without a sort.
+"""top_k, top_p and min_p in Triton: the last token of each row that ``filters.kept_prefix`` keeps, without a
+sort.
 
-The kept tokens are a prefix of the order "larger logit first, equal ones by ascending id", so they are known
-once the logit at the edge is known, and how many of the tokens equal to it are in. One program per row finds
-the edge by searching the 2^32 keys that order as fp32 numbers do: sixteen passes over the row, which lies in
-the L2 cache, each narrowing the range to a quarter. Nothing is materialised, no row looks at another, and a
-row without filters is left at once.
+The kept tokens are a prefix of the order "larger logit first, equal ones by ascending id", so the last of
+them says all, and the sampler masks what lies behind it as it reads. Two kernels find it. The first, many
+programs for a row, takes the largest logit of every chunk of ``CHUNK`` tokens. The k-th largest of these is
+at most the k-th largest logit: the second, one program for a row, gathers the few tokens from that floor up,
+in the order of their ids, from the chunks that have any, and searches among them, which takes no memory to
+speak of. Where they do not hold the whole answer (a wide nucleus, thousands of ties) it searches the row.
+
+A search narrows the 2^32 keys that order as fp32 numbers do, each pass over the values to a quarter. No row
+looks at another, nothing is decided by the host, and a row without filters is left at once.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.sampling import state
 
+CHUNK = 64
+CHUNKS_PER_PROGRAM = 64
+
+NUCLEUS_CHUNKS = 512
+"""Without top_k, tokens are gathered from so many chunks' largest logits up."""
+CAPACITY = 2048
+"""Tokens gathered for a row at most."""
+SURE_TOP_P = 0.9999
+"""Chunks know their mass to 1e-7 of it, too coarse for a larger top_p: its row is summed and searched."""
+
 BLOCK = 4096
+"""Values a pass over a row takes at once."""
+SHORT_BLOCK = 1024
+"""The same of a pass over gathered tokens."""
+NUM_WARPS = 8
 
 _INV_TEMPERATURE = tl.constexpr(state.INV_TEMPERATURE)
 _TOP_P = tl.constexpr(state.TOP_P)
@@ -26,6 +48,16 @@ _NUM_FLOATS = tl.constexpr(state.NUM_FLOATS)
 _TOP_K = tl.constexpr(state.TOP_K)
 _NUM_INTS = tl.constexpr(state.NUM_INTS)
 _BELOW_ALL = tl.constexpr(-(2**31) - 1)  # below the key of every number
+_LOWEST = tl.constexpr(-(2**31) + 0x7FFFFF + 1)  # key of the lowest finite number; -inf is never drawn
+_ALL = tl.constexpr(-(2**63))  # place behind all tokens
+_NONE = tl.constexpr(2**63 - 1)
+
+
+class LastKept(NamedTuple):
+    """The last token kept of each row: logits [Q] fp32, tokens [Q] int32; (-inf, 2^31 - 1) keeps all."""
+
+    logits: Tensor
+    tokens: Tensor
 
 
 @triton.jit
@@ -36,49 +68,118 @@ def _key(x):
 
 
 @triton.jit
-def _weight(x, top, inv_temperature, min_p, COUNT: tl.constexpr):
-    """fp64: 1 each to count tokens, else the probability over the largest one, 0 below min_p."""
-    if COUNT:
-        return tl.where(x == x, 1.0, 1.0).to(tl.float64)
-    weight = tl.exp((x - top) * inv_temperature)
-    return tl.where(weight >= min_p, weight, 0.0).to(tl.float64)
+def _value(key):
+    """The fp32 whose key this is."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _place(key, token):
+    """int64 that falls along the order in which tokens are kept."""
+    return (key << 32) + 0x7FFFFFFF - token
+
+
+@triton.jit
+def _filters(row, slots_ptr, floats_ptr, ints_ptr, vocab_size):
+    """Inverse temperature, min_p, top_k and top_p of a row, and whether it uses top_k, top_p and min_p."""
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    inv_temperature = tl.load(floats_ptr + slot * _NUM_FLOATS + _INV_TEMPERATURE).to(tl.float32)
+    min_p = tl.load(floats_ptr + slot * _NUM_FLOATS + _MIN_P).to(tl.float32)
+    top_k = tl.load(ints_ptr + slot * _NUM_INTS + _TOP_K).to(tl.int32)
+    top_p = tl.load(floats_ptr + slot * _NUM_FLOATS + _TOP_P)
+    random = inv_temperature > 0.0
+    by_count, by_mass, by_ratio = (
+        random & (top_k < vocab_size),
+        random & (top_p < 1.0),
+        random & (min_p > 0.0),
+    )
+    return inv_temperature, min_p, (top_k, top_p, by_count, by_mass, by_ratio)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr,  # [Q, V]
+    slots_ptr,  # [Q]
+    floats_ptr,
+    ints_ptr,
+    best_ptr,  # [Q, chunks] fp32, the largest logit
+    mass_ptr,  # [Q, chunks] fp32, of the chunk's tokens relative to its largest; where only top_p is used
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    inv_temperature, _, filters = _filters(row, slots_ptr, floats_ptr, ints_ptr, vocab_size)
+    _, _, by_count, by_mass, by_ratio = filters
+    if by_count | by_mass | by_ratio:
+        chunks = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+        tokens = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        x = tl.load(logits_ptr + row * vocab_size + tokens, mask=tokens < vocab_size, other=-float("inf"))
+        best = tl.max(x, axis=1)
+        out = row * num_chunks + chunks
+        tl.store(best_ptr + out, best, mask=chunks < num_chunks)
+        if by_mass & (by_count == 0) & (by_ratio == 0):
+            base = tl.where(best > -float("inf"), best, 0.0)
+            weight = tl.exp((x - base[:, None]) * inv_temperature)
+            tl.store(mass_ptr + out, tl.sum(weight, axis=1), mask=chunks < num_chunks)
+
+
+@triton.jit
+def _weight(x, scale):
+    """fp32: the probability over the largest one, 0 below min_p. A scale is (the largest logit, inverse
+    temperature, min_p)."""
+    weight = tl.exp((x - scale[0]) * scale[1])
+    return tl.where(weight >= scale[2], weight, 0.0)
+
+
+@triton.jit
+def _read(listed, index, GATHERED: tl.constexpr):
+    """Logits, keys and places of a list at these indices, and which are inside. A list is (values, tokens,
+    size); where it is a whole row and not gathered, the token is the index."""
+    values_ptr, tokens_ptr, size = listed
+    inside = index < size
+    x = tl.load(values_ptr + index, mask=inside, other=-float("inf"))
+    key = _key(x)
+    token = index
+    if GATHERED:
+        token = tl.load(tokens_ptr + index, mask=inside, other=0)
+    return x, key, _place(key, token), inside
 
 
 @triton.jit
 def _above(
-    row_ptr, vocab_size, top, inv_temperature, min_p, t1, t2, t3, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    listed, scale, limit, t1, t2, t3, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Weight of the tokens with keys above each of three thresholds."""
-    sum1 = tl.zeros((BLOCK,), tl.float64)
-    sum2 = tl.zeros((BLOCK,), tl.float64)
-    sum3 = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, vocab_size, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocab_size
-        x = tl.load(row_ptr + tokens, mask=inside, other=-float("inf"))
-        key = _key(x)
-        weight = tl.where(inside, _weight(x, top, inv_temperature, min_p, COUNT), 0.0)
-        sum1 += tl.where(key > t1, weight, 0.0)
-        sum2 += tl.where(key > t2, weight, 0.0)
-        sum3 += tl.where(key > t3, weight, 0.0)
+    """How many tokens, or how much weight of those up to the place ``limit``, is above each of three keys."""
+    dtype: tl.constexpr = tl.int32 if COUNT else tl.float64
+    sum1 = tl.zeros((BLOCK,), dtype)
+    sum2 = tl.zeros((BLOCK,), dtype)
+    sum3 = tl.zeros((BLOCK,), dtype)
+    for start in range(0, listed[2], BLOCK):
+        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK), GATHERED)
+        weight = inside.to(dtype)
+        if not COUNT:
+            weight *= tl.where(place >= limit, _weight(x, scale), 0.0)
+        sum1 += tl.where(key > t1, weight, 0)
+        sum2 += tl.where(key > t2, weight, 0)
+        sum3 += tl.where(key > t3, weight, 0)
     return tl.sum(sum1, axis=0), tl.sum(sum2, axis=0), tl.sum(sum3, axis=0)
 
 
 @triton.jit
-def _edge(row_ptr, vocab_size, top, inv_temperature, min_p, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key above which there is less than ``goal``, and how much there is."""
-    high = _key(top)  # nothing is above it
-    low = tl.full((), _BELOW_ALL, tl.int64)
-    found = tl.full((), 0.0, tl.float64)
+def _edge(listed, scale, limit, low, goal, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest key above ``low`` that has less than ``goal`` above it, and how much that is."""
+    high = _key(scale[0])  # nothing is above it
+    found = tl.full((), 0, tl.int32 if COUNT else tl.float64)
     while high - low > 1:
         width = high - low
         t1 = low + width // 4
         t2 = low + width // 2
         t3 = low + (3 * width) // 4
-        m1, m2, m3 = _above(
-            row_ptr, vocab_size, top, inv_temperature, min_p, t1, t2, t3, COUNT=COUNT, BLOCK=BLOCK
-        )
-        # t1 may be low itself, which is known not to do (or is below all keys, and then all tokens are kept).
+        m1, m2, m3 = _above(listed, scale, limit, t1, t2, t3, COUNT, GATHERED, BLOCK)
+        # t1 may be low itself, above which is the goal, or all there is.
         in1, in2, in3 = m1 < goal, m2 < goal, m3 < goal
         found = tl.where(in1, m1, tl.where(in2, m2, tl.where(in3, m3, found)))
         high = tl.where(in1, t1, tl.where(in2, t2, tl.where(in3, t3, high)))
@@ -87,79 +188,218 @@ def _edge(row_ptr, vocab_size, top, inv_temperature, min_p, goal, COUNT: tl.cons
 
 
 @triton.jit
-def _drop(
-    row_ptr,
-    vocab_size,
-    top,
-    inv_temperature,
-    min_p,
-    edge,
-    above,
-    goal,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _last(
+    listed, scale, limit, edge, above, goal, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write -inf over the tokens behind the edge, and over those below min_p."""
+    """Place of the last token up to ``limit`` that is above the edge, or equal to it and within the goal; and
+    not below min_p, unless tokens are counted."""
     num_equal = tl.full((), 0, tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = tokens < vocab_size
-        x = tl.load(row_ptr + tokens, mask=inside, other=-float("inf"))
-        key = _key(x)
-        weight = _weight(x, top, inv_temperature, min_p, COUNT)
+    last = tl.full((), _NONE, tl.int64)
+    for start in range(0, listed[2], BLOCK):
+        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK), GATHERED)
+        inside = inside & (place >= limit)
         equal = (inside & (key == edge)).to(tl.int32)
         before = num_equal + tl.cumsum(equal, axis=0) - equal  # equal ones with lower ids
-        keep = (key > edge) | ((equal == 1) & (above + before.to(tl.float64) * weight < goal))
-        if not COUNT:
-            keep = keep & (tl.exp((x - top) * inv_temperature) >= min_p)
-        tl.store(row_ptr + tokens, -float("inf"), mask=inside & (keep == 0))
+        if COUNT:
+            keep = inside & ((key > edge) | ((equal == 1) & (above + before < goal)))
+        else:
+            weight = _weight(x, scale)
+            within = above + before.to(tl.float64) * weight.to(tl.float64) < goal
+            keep = inside & ((key > edge) | ((equal == 1) & within)) & (weight >= scale[2])
+        last = tl.minimum(last, tl.min(tl.where(keep, place, _NONE), axis=0))
         num_equal += tl.sum(equal, axis=0)
+    return last
 
 
 @triton.jit
-def _keep_kernel(logits_ptr, slots_ptr, floats_ptr, ints_ptr, vocab_size, BLOCK: tl.constexpr):
+def _search(listed, scale, low, total, filters, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
+    """Place of the last token kept of a list. ``low`` is below the keys of all that may be kept; ``total`` is
+    the mass of the row, of which only some is gathered."""
+    top_k, top_p, by_count, by_mass, by_ratio = filters
+    limit = tl.full((), _ALL, tl.int64)
+    if by_count:
+        edge, above = _edge(listed, scale, limit, low, top_k, True, GATHERED, BLOCK)
+        limit = _last(listed, scale, limit, edge, above, top_k, True, GATHERED, BLOCK)
+        low = (limit >> 32) - 1
+    if by_mass | by_ratio:
+        edge = tl.full((), _BELOW_ALL, tl.int64)
+        above = tl.full((), 0.0, tl.float64)
+        goal = tl.full((), 0.0, tl.float64)
+        if by_mass:
+            if by_count | by_ratio | (not GATHERED):
+                total = _above(listed, scale, limit, edge, edge, edge, False, GATHERED, BLOCK)[0]
+            goal = top_p * total
+            edge, above = _edge(listed, scale, limit, low, goal, False, GATHERED, BLOCK)
+        limit = _last(listed, scale, limit, edge, above, goal, False, GATHERED, BLOCK)
+    return limit
+
+
+@triton.jit
+def _gather(
+    row, bests, floor, list_ptr, values_ptr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the tokens of a row with keys from ``floor`` up, by ascending id: how many there are, the first
+    CAPACITY of which are written. ``list_ptr`` takes the chunks they are in."""
+    row_ptr, tokens_ptr, vocab_size = row
+    best_ptr, _, num_chunks = bests
+    num_listed = tl.full((), 0, tl.int32)
+    for start in range(0, num_chunks, BLOCK):
+        chunks = start + tl.arange(0, BLOCK)
+        inside = chunks < num_chunks
+        best = tl.load(best_ptr + chunks, mask=inside, other=-float("inf"))
+        listed = (inside & (_key(best) >= floor)).to(tl.int32)
+        tl.store(list_ptr + num_listed + tl.cumsum(listed, axis=0) - 1, chunks, mask=listed == 1)
+        num_listed += tl.sum(listed, axis=0)
+    tl.debug_barrier()  # what is read next was written here
+    size = tl.full((), 0, tl.int32)
+    for start in range(0, num_listed * CHUNK, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < num_listed * CHUNK
+        tokens = tl.load(list_ptr + index // CHUNK, mask=inside, other=0) * CHUNK + index % CHUNK
+        inside = inside & (tokens < vocab_size)
+        x = tl.load(row_ptr + tokens, mask=inside, other=-float("inf"))
+        taken = (inside & (_key(x) >= floor)).to(tl.int32)
+        out = size + tl.cumsum(taken, axis=0) - 1
+        fits = (taken == 1) & (out < CAPACITY)
+        tl.store(values_ptr + out, x, mask=fits)
+        tl.store(tokens_ptr + out, tokens, mask=fits)
+        size += tl.sum(taken, axis=0)
+    tl.debug_barrier()
+    return size
+
+
+@triton.jit
+def _last_kernel(
+    logits_ptr,  # [Q, V]
+    slots_ptr,  # [Q]
+    floats_ptr,
+    ints_ptr,
+    best_ptr,  # [Q, chunks]
+    mass_ptr,  # [Q, chunks]
+    list_ptr,  # [Q, chunks] int32, scratch: chunks to look into
+    values_ptr,  # [Q, CAPACITY] fp32, scratch: their large logits
+    tokens_ptr,  # [Q, CAPACITY] int32, scratch: and whose they are
+    last_logit_ptr,  # [Q] fp32
+    last_token_ptr,  # [Q] int32
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    NUCLEUS_CHUNKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SURE_TOP_P: tl.constexpr,
+    SHORT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    inv_temperature = tl.load(floats_ptr + slot * _NUM_FLOATS + _INV_TEMPERATURE).to(tl.float32)
-    top_p = tl.load(floats_ptr + slot * _NUM_FLOATS + _TOP_P)
-    min_p = tl.load(floats_ptr + slot * _NUM_FLOATS + _MIN_P).to(tl.float32)
-    top_k = tl.load(ints_ptr + slot * _NUM_INTS + _TOP_K)
-    row_ptr = logits_ptr + row * vocab_size
-    random = inv_temperature > 0.0
-    by_count = random & (top_k < vocab_size)
-    by_mass = random & (top_p < 1.0)
-    by_ratio = random & (min_p > 0.0)
+    inv_temperature, min_p, filters = _filters(row, slots_ptr, floats_ptr, ints_ptr, vocab_size)
+    top_k, top_p, by_count, by_mass, by_ratio = filters
+    last_logit = -float("inf")
+    last_token = 0x7FFFFFFF
     if by_count | by_mass | by_ratio:
+        best_ptr += row * num_chunks
+        mass_ptr += row * num_chunks
+        row_ptr = logits_ptr + row * vocab_size
+        values_ptr += row * CAPACITY
+        tokens_ptr += row * CAPACITY
+        only_mass = by_mass & (by_count == 0) & (by_ratio == 0)
+        below_all = tl.full((), _BELOW_ALL, tl.int64)
+
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            tokens = start + tl.arange(0, BLOCK)
-            best = tl.maximum(best, tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf")))
+        for start in range(0, num_chunks, BLOCK):
+            chunks = start + tl.arange(0, BLOCK)
+            here = tl.load(best_ptr + chunks, mask=chunks < num_chunks, other=-float("inf"))
+            best = tl.maximum(best, here)
         top = tl.max(best, axis=0)
-        if by_count:
-            goal = top_k.to(tl.float64)
-            edge, above = _edge(row_ptr, vocab_size, top, inv_temperature, min_p, goal, True, BLOCK)
-            _drop(row_ptr, vocab_size, top, inv_temperature, min_p, edge, above, goal, True, BLOCK)
-            tl.debug_barrier()  # what is read next was written here
-        if by_mass | by_ratio:
-            edge = tl.full((), _BELOW_ALL, tl.int64)
-            above = tl.full((), 0.0, tl.float64)
-            goal = tl.full((), 0.0, tl.float64)
-            if by_mass:
-                total, _, _ = _above(
-                    row_ptr, vocab_size, top, inv_temperature, min_p, edge, edge, edge, False, BLOCK
-                )
-                goal = top_p * total
-                edge, above = _edge(row_ptr, vocab_size, top, inv_temperature, min_p, goal, False, BLOCK)
-            _drop(row_ptr, vocab_size, top, inv_temperature, min_p, edge, above, goal, False, BLOCK)
+        scale = (top, inv_temperature, min_p)
+        total = tl.full((), 0.0, tl.float64)
+        if only_mass:
+            for start in range(0, num_chunks, BLOCK):
+                chunks = start + tl.arange(0, BLOCK)
+                inside = chunks < num_chunks
+                best = tl.load(best_ptr + chunks, mask=inside, other=-float("inf"))
+                mass = tl.load(mass_ptr + chunks, mask=inside, other=0.0).to(tl.float64)
+                total += tl.sum(mass * tl.exp((best - top) * inv_temperature).to(tl.float64), axis=0)
+
+        num_best = tl.where(by_count, top_k, NUCLEUS_CHUNKS)
+        bests = (best_ptr, tokens_ptr, num_chunks)
+        floor = _edge(bests, scale, _ALL, below_all, num_best, True, False, BLOCK)[0]
+        floor = tl.maximum(floor, _LOWEST)
+        row_list = (row_ptr, tokens_ptr, vocab_size)
+        list_ptr += row * num_chunks
+        size = _gather(row_list, bests, floor, list_ptr, values_ptr, CHUNK, CAPACITY, BLOCK)
+        gathered = (values_ptr, tokens_ptr, size)
+
+        enough = size <= CAPACITY
+        if enough & (by_count == 0) & (floor > _LOWEST):
+            if by_ratio:
+                enough = _weight(_value(floor), scale) == 0.0
+            else:
+                mass = _above(
+                    gathered, scale, _ALL, below_all, below_all, below_all, False, True, SHORT_BLOCK
+                )[0]
+                enough = (mass >= top_p * total) & (top_p < SURE_TOP_P)
+        if enough:
+            last = _search(gathered, scale, floor - 1, total, filters, True, SHORT_BLOCK)
+        else:
+            last = _search(row_list, scale, below_all, total, filters, False, BLOCK)
+        last_logit = _value(last >> 32)
+        last_token = (0x7FFFFFFF - (last & 0xFFFFFFFF)).to(tl.int32)
+    tl.store(last_logit_ptr + row, last_logit)
+    tl.store(last_token_ptr + row, last_token)
 
 
-def keep_likely(logits: Tensor, slots: Tensor, floats: Tensor, ints: Tensor) -> None:
-    """Set the tokens that min_p, top_k and top_p drop to -inf; rows that are greedy or have none stay.
+def last_kept(logits: Tensor, slots: Tensor, floats: Tensor, ints: Tensor) -> LastKept:
+    """The last token that min_p, top_k and top_p keep of each row, those at -inf aside. Rows that are greedy
+    or have no filters keep all.
 
     Args:
-        logits: [Q, V] fp32, contiguous, changed in place.
+        logits: [Q, V] fp32, contiguous.
         slots: [Q] integer: slot of a row.
         floats, ints: the state's tables.
     """
     Q, V = logits.shape
-    _keep_kernel[(Q,)](logits, slots, floats, ints, V, BLOCK=BLOCK, num_warps=16)
+    num_chunks = triton.cdiv(V, CHUNK)
+    best, mass = torch.empty(2, Q, num_chunks, dtype=torch.float32, device=logits.device)
+    listed = torch.empty(Q, num_chunks, dtype=torch.int32, device=logits.device)
+    values = torch.empty(Q, CAPACITY, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(Q, CAPACITY, dtype=torch.int32, device=logits.device)
+    last = LastKept(
+        torch.empty(Q, dtype=torch.float32, device=logits.device),
+        torch.empty(Q, dtype=torch.int32, device=logits.device),
+    )
+    _chunk_kernel[(Q, triton.cdiv(num_chunks, CHUNKS_PER_PROGRAM))](
+        logits,
+        slots,
+        floats,
+        ints,
+        best,
+        mass,
+        V,
+        num_chunks,
+        CHUNK=CHUNK,
+        CHUNKS=CHUNKS_PER_PROGRAM,
+        num_warps=8,
+    )
+    _last_kernel[(Q,)](
+        logits,
+        slots,
+        floats,
+        ints,
+        best,
+        mass,
+        listed,
+        values,
+        tokens,
+        last.logits,
+        last.tokens,
+        V,
+        num_chunks,
+        CHUNK=CHUNK,
+        NUCLEUS_CHUNKS=NUCLEUS_CHUNKS,
+        CAPACITY=CAPACITY,
+        SURE_TOP_P=SURE_TOP_P,
+        SHORT_BLOCK=SHORT_BLOCK,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    return last

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.sampling import noise, seeds, state
+from paceline.sampling.triton_filters import LastKept
 
 BLOCK = 2048
 BLOCKS_PER_PIECE = 4
@@ -67,6 +68,8 @@ def _piece_kernel(
     logits_ptr,  # [Q, V]
     slots_ptr,  # [Q]
     positions_ptr,  # [Q]
+    last_logit_ptr,  # [Q] fp32 and int32: the last token to draw from, or None: all are
+    last_token_ptr,
     floats_ptr,  # [num_slots, NUM_FLOATS] float64
     ints_ptr,  # [num_slots, NUM_INTS] int64
     best_score_ptr,  # [Q, pieces] fp32
@@ -83,6 +86,10 @@ def _piece_kernel(
     position = tl.load(positions_ptr + row).to(tl.int64) + 1
     key = row_key(tl.load(ints_ptr + slot * _NUM_INTS + _SEED_KEY), position)
 
+    if last_logit_ptr is not None:
+        last_logit = tl.load(last_logit_ptr + row)
+        last_token = tl.load(last_token_ptr + row)
+
     best_score = -float("inf")
     best_token = vocab_size - 1
     for block in range(BLOCKS):
@@ -92,7 +99,12 @@ def _piece_kernel(
         score = tl.load(logits_ptr + row * vocab_size + tokens, mask=inside, other=-float("inf")).to(
             tl.float32
         )
-        if not greedy:
+        drawn = not greedy
+        if last_logit_ptr is not None:
+            kept = (score > last_logit) | ((score == last_logit) & (tokens <= last_token))
+            score = tl.where(kept, score, -float("inf"))
+            drawn = drawn & (tl.max(score, axis=0) > -float("inf"))  # few blocks have any when top_k is small
+        if drawn:
             score = score * inv_temperature + gumbel(key, tokens)
         score = tl.where(score == score, score, -float("inf"))  # NaN loses
         block_score = tl.max(score, axis=0)
@@ -115,7 +127,14 @@ def _pick_kernel(best_score_ptr, best_token_ptr, out_ptr, pieces, BLOCK: tl.cons
 
 
 def sample_argmax(
-    logits: Tensor, slots: Tensor, positions: Tensor, floats: Tensor, ints: Tensor, *, out: Tensor
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    *,
+    last: LastKept | None = None,
+    out: Tensor,
 ) -> None:
     """``argmax(logits / T + gumbel)`` of each row, ``argmax(logits)`` of greedy ones; lowest id on a tie.
 
@@ -123,6 +142,7 @@ def sample_argmax(
         logits: [Q, V] floating, contiguous.
         slots, positions: [Q] integer: slot and absolute position p of a row; its token will stand at p + 1.
         floats, ints: the state's tables.
+        last: of fp32 logits, what the filters keep; None: everything.
         out: [Q] int32, overwritten.
     """
     Q, V = logits.shape
@@ -133,6 +153,8 @@ def sample_argmax(
         logits,
         slots,
         positions,
+        None if last is None else last.logits,
+        None if last is None else last.tokens,
         floats,
         ints,
         best_score,
