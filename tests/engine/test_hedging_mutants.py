@@ -21,7 +21,7 @@ from paceline.sampling.params import SamplingParams
 from support.engines import complete, drafter_of, golden_cases, golden_core, golden_prompts, tokens_of
 
 DRAFTER = "dspark_tiny_b7"
-PROMPTS = golden_prompts(12, seed=6)
+PROMPTS = golden_prompts(8, seed=6)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
 
@@ -87,7 +87,7 @@ def test_stops_and_limits_inside_a_chain_cut_it() -> None:
     """
     whole = tokens_of(complete(golden_core("qwen3_tiny"), PROMPTS, RANDOM))
     prompts, params = [], []
-    for i, (prompt, tokens) in enumerate(list(zip(PROMPTS, whole, strict=True))[:6]):
+    for i, (prompt, tokens) in enumerate(list(zip(PROMPTS, whole, strict=True))[:4]):
         for at in range(12, 20):
             cut = {"max_tokens": at} if (i + at) % 2 else {"stop_token_ids": [tokens[at]]}
             prompts.append(prompt)

@@ -59,8 +59,7 @@ def test_a_drafter_changes_nothing_in_any_mode(mode: str) -> None:
     [
         *((name, "drafts, lookahead, preempted") for name in DRAFTERS if name != MAIN),
         ("dflash_tiny_b16", "drafts, captured state"),
-        ("dflash_tiny_b16", "drafts, hedged, captured state"),
-        ("dspark_tiny_b7_rnn", "drafts, hedged"),
+        ("dflash_tiny_b16", "drafts, hedged"),
     ],
 )
 def test_every_drafter_changes_nothing(drafter: str, mode: str) -> None:

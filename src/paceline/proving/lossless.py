@@ -106,9 +106,13 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
         Mode("drafts, blocks of 64", {"block_size": 64}),
         Mode("drafts, hedged", speculative={"hedge": 8}, passes=2),
         Mode(
-            "drafts, hedged, lookahead, preempted", {"max_num_seqs": 8, "num_blocks": scarce}, {"hedge": 4}, 1
+            "drafts, hedged, lookahead, preempted",
+            {"max_num_seqs": 8, "num_blocks": scarce},
+            {"hedge": 4},
+            lookahead=1,
+            share=2,
         ),
-        Mode("drafts, hedged, captured state", speculative={"hedge": 8, "draft_state": "capture"}, passes=2),
+        Mode("drafts, hedged, captured state", speculative={"hedge": 8, "draft_state": "capture"}, share=2),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, passes=2),
         Mode(
             "drafts, captured, preempted",
