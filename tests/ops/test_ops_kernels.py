@@ -196,6 +196,46 @@ def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: to
         close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
 
 
+@pytest.mark.parametrize(("num_seqs", "width"), [(1, 1), (1, 8), (3, 5), (70, 4)])
+def test_rows_of_spans(kernels: Any, num_seqs: int, width: int) -> None:
+    slots = torch.randperm(80, device=DEVICE)[:num_seqs].to(torch.int32)
+    drafts = torch.randint(-1, width, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    computed = torch.randint(0, 200, (80,), dtype=torch.int32, device=DEVICE)
+    tokens = torch.randint(0, 1000, (80, 220), dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 2**31 - 1, (80, 14), dtype=torch.int32, device=DEVICE)
+    operands = (slots, drafts, computed, tokens, tables, width, 16, 197, 5 * 16)
+    for got, want in zip(kernels.span_rows(*operands), reference.span_rows(*operands), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+    sampled = torch.randint(0, 1000, (num_seqs, width), dtype=torch.int32, device=DEVICE)
+    accepted = torch.randint(0, width, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    there = drafts >= 0
+    moved, wanted = (computed.clone(), tokens.clone()), (computed.clone(), tokens.clone())
+    kernels.advance(slots, drafts, sampled, accepted, *moved)
+    reference.advance(slots[there], drafts[there], sampled[there], accepted[there], *wanted)
+    for got, want in zip(moved, wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("num_columns", [0, 1, 7, 15])
+def test_leading_matches(kernels: Any, num_columns: int) -> None:
+    left = torch.randint(0, 2, (50, num_columns + 1), dtype=torch.int32, device=DEVICE)
+    right = left[:, :num_columns].clone()
+    if num_columns:
+        right[torch.arange(40), torch.randint(0, num_columns, (40,))] += 1  # ten rows match all the way
+    limits = torch.randint(-1, num_columns + 2, (50,), dtype=torch.int32, device=DEVICE)
+    wide = torch.cat((right, right), dim=1)[:, :num_columns]  # a slice of wider rows
+    want = [
+        next(
+            (j for j in range(max(min(limit, num_columns), 0)) if a[j] != b[j]),
+            max(min(limit, num_columns), 0),
+        )
+        for a, b, limit in zip(left.tolist(), right.tolist(), limits.tolist(), strict=True)
+    ]
+    assert kernels.leading_matches(left, wide, limits).tolist() == want
+    assert reference.leading_matches(left, right, limits).tolist() == want
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 300])
 def test_cache_slots(kernels: Any, num_rows: int) -> None:
     tables = torch.randint(0, 2**31 - 1, (5, 40), dtype=torch.int32, device=DEVICE)  # slots beyond 32 bits

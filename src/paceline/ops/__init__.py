@@ -21,10 +21,12 @@ __all__ = [
     "RowLayout",
     "RowNoise",
     "add_rms_norm",
+    "advance",
     "cache_slots",
     "draft_argmax",
     "draft_best_two",
     "kv_norm_rope_write",
+    "leading_matches",
     "linear",
     "linear_parts",
     "linear_silu_mul",
@@ -33,6 +35,7 @@ __all__ = [
     "qk_norm_rope_write",
     "rms_norm",
     "silu_mul",
+    "span_rows",
 ]
 
 
@@ -114,6 +117,71 @@ def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tenso
     """
     look_up = kernels().cache_slots if positions.is_cuda else reference.cache_slots
     return look_up(tables, block_size, slots, positions)
+
+
+def span_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    width: int,
+    block_size: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of N spans of W: anchors and drafts.
+
+    A row that nobody asked for (beyond the drafts, or of no sequence) writes to the scratch block, and reads
+    what it likes: its result is not used.
+
+    Args:
+        slots: [N] int32.
+        drafts: [N] int32, drafts of each span; -1 where there is no sequence.
+        num_computed: [S] int32, position of each slot's anchor.
+        tokens: [S, L] int32 contiguous, known and tentative tokens.
+        block_tables: [S, M] int32 contiguous.
+        width: W.
+        block_size: P.
+        last: rows beyond this position are taken to stand at it.
+        scratch: first cache slot of the scratch block.
+
+    Returns:
+        positions and tokens [N * W] int32, cache slots [N * W] int64.
+    """
+    lay_out = kernels().span_rows if slots.is_cuda else reference.span_rows
+    return lay_out(slots, drafts, num_computed, tokens, block_tables, width, block_size, last, scratch)
+
+
+def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
+    """How many of the first columns are equal.
+
+    Args:
+        left: [N, at least K] int32.
+        right: [N, K] int32.
+        limits: [N] integer, columns of each row that count; less than none is none.
+
+    Returns:
+        [N] int32 in 0..min(limits, K).
+    """
+    count = kernels().leading_matches if left.is_cuda else reference.leading_matches
+    return count(left, right, limits)
+
+
+def advance(
+    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+) -> None:
+    """Write N spans' draws behind their anchors and move their lengths past the rows that stand.
+
+    Args:
+        slots, drafts: [N] int32, as for :func:`span_rows`; no slot twice, but where there is no sequence.
+        sampled: [N, W] int32 contiguous, each row's draw.
+        accepted: [N] int32, drafts that stand.
+        num_computed: [S] int32, moved on.
+        tokens: [S, L] int32 contiguous, written.
+    """
+    move = kernels().advance if slots.is_cuda else reference.advance
+    move(slots, drafts, sampled, accepted, num_computed, tokens)
 
 
 def kv_norm_rope_write(

@@ -51,6 +51,45 @@ def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tenso
     return blocks.long() * block_size + position % block_size
 
 
+def span_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    width: int,
+    block_size: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, tokens and cache slots of spans' rows."""
+    offset = torch.arange(width, dtype=torch.int32, device=slots.device)
+    row_slot = slots.repeat_interleave(width, output_size=len(slots) * width)
+    positions = (num_computed[slots][:, None] + offset).view(-1).clamp(max=last)
+    fed = tokens.view(-1)[row_slot.long() * tokens.shape[1] + positions]
+    real = (offset <= drafts[:, None]).view(-1)
+    own = cache_slots(block_tables, block_size, row_slot, positions)
+    return positions, fed, torch.where(real, own, scratch + positions % block_size)
+
+
+def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
+    """How many of the first columns are equal."""
+    num_columns = right.shape[1]
+    column = torch.arange(num_columns, device=right.device, dtype=limits.dtype)
+    match = (left[:, :num_columns] == right) & (column < limits[:, None])
+    return match.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+
+
+def advance(
+    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+) -> None:
+    """Write draws behind the anchors, and move the lengths."""
+    offset = torch.arange(sampled.shape[1], device=sampled.device)
+    first = slots.long() * tokens.shape[1] + num_computed[slots].long() + 1
+    tokens.view(-1).index_copy_(0, (first[:, None] + offset).view(-1), sampled.reshape(-1))
+    num_computed.index_add_(0, slots, torch.where(drafts >= 0, accepted + 1, 0))
+
+
 def qk_norm_rope_write(
     qkv: Tensor,
     q_norm: Tensor,

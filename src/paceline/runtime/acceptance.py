@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline import ops
 from paceline.sampling.noise import row_keys
 from paceline.sampling.sampler import LogprobTensors
 
@@ -44,10 +45,7 @@ def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tenso
     Returns:
         [N] int32 in 0..num_drafts.
     """
-    num_columns = drafts.shape[1]
-    column = torch.arange(num_columns, device=drafts.device, dtype=num_drafts.dtype)
-    match = (sampled[:, :num_columns] == drafts) & (column < num_drafts[:, None])
-    return match.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    return ops.leading_matches(sampled, drafts, num_drafts)
 
 
 class Chains(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline import ops
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import RowLayout
@@ -95,7 +96,7 @@ class DecodeRound:
         self._few_rows = None if few_rows is None or shape.places else few_rows.target(n, width)
         self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
-        self._offset = torch.arange(width, dtype=torch.int32, device=device)
+        self._width = width
         self._scratch = (cache.k.shape[1] - 1) * state.block_size
         self._last = max_model_len - 1
         self._max_context = max_model_len + width
@@ -109,7 +110,8 @@ class DecodeRound:
             output = self._verify(slots, drafts, layout, tokens)
         else:
             output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
-        self._advance(slots, drafts, output.sampled, output.accepted)
+        state = self._state
+        ops.advance(slots, drafts, output.sampled, output.accepted, state.num_computed, state.tokens)
         if self.shape.propose and drafting is not None:
             drafting.propose(
                 slots,
@@ -126,7 +128,7 @@ class DecodeRound:
         state, drafting = self._state, self._drafting
         logits = self._forward(tokens, layout)  # [N * (K + 1), V]
         rows = SampleRows(slots[self._row_seq], layout.positions, state.tokens, state.tokens.shape[1])
-        fed = tokens.view(-1, len(self._offset))
+        fed = tokens.view(-1, self._width)
         drawn = sample_fixed(logits, rows, fed, state.sampling, self.shape.kind)
         sampled = drawn.tokens.view_as(fed)
         accepted = count_accepted(sampled, fed[:, 1:], drafts.clamp(min=0))
@@ -151,14 +153,16 @@ class DecodeRound:
     def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
         """The rows' layout and the tokens they are fed, [N * (K + 1)]."""
         state = self._state
-        row_slot = slots[self._row_seq]
-        # Rows nobody asked for may lie past the last position, where there is no rotation to look up.
-        positions = (state.num_computed[slots][:, None] + self._offset).view(-1).clamp(max=self._last)
-        tokens = state.tokens.view(-1)[row_slot.long() * state.tokens.shape[1] + positions]
-        real = (self._offset <= drafts[:, None]).view(-1)
-        # A row nobody asked for writes to the scratch block, and reads what it likes: its result is not used.
-        kv_slots = torch.where(
-            real, state.kv_slots(row_slot, positions), self._scratch + positions % state.block_size
+        positions, tokens, kv_slots = ops.span_rows(
+            slots,
+            drafts,
+            state.num_computed,
+            state.tokens,
+            state.block_tables,
+            self._width,
+            state.block_size,
+            self._last,
+            self._scratch,
         )
         layout = RowLayout(
             slots=slots,
@@ -168,16 +172,7 @@ class DecodeRound:
             kv_slots=kv_slots,
             block_tables=state.block_tables,
             num_computed=state.num_computed,
-            host_rows=(len(self._offset),) * self.shape.num_seqs,
+            host_rows=(self._width,) * self.shape.num_seqs,
             host_max_context=self._max_context,
         )
         return layout, tokens
-
-    def _advance(self, slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor) -> None:
-        """Write the draws behind the anchors and move the lengths past the rows that stand."""
-        state = self._state
-        anchor = state.num_computed[slots].long()  # [N]
-        first = slots.long() * state.tokens.shape[1] + anchor + 1
-        target = first[:, None] + self._offset
-        state.tokens.view(-1).index_copy_(0, target.view(-1), sampled.reshape(-1))
-        state.num_computed.index_add_(0, slots, torch.where(drafts >= 0, accepted + 1, 0))

@@ -6,17 +6,21 @@ from paceline.ops.triton.drafts import draft_argmax, draft_best_two
 from paceline.ops.triton.matmul import matmul
 from paceline.ops.triton.norm import add_rms_norm, rms_norm
 from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
+from paceline.ops.triton.rounds import advance, leading_matches, span_rows
 from paceline.ops.triton.slots import cache_slots
 
 __all__ = [
     "add_rms_norm",
+    "advance",
     "cache_slots",
     "draft_argmax",
     "draft_best_two",
     "kv_norm_rope_write",
+    "leading_matches",
     "matmul",
     "paged_attention",
     "qk_norm_rope_write",
     "rms_norm",
     "silu_mul",
+    "span_rows",
 ]

@@ -1,0 +1,189 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# (Triton kernels are a language of their own inside Python's syntax.)
+"""The small change of a decode round: which rows there are, how many drafts stand, where lengths move to.
+
+A few integers each, but some forty launches as tensor arithmetic, of which each costs as much as reading four
+megabytes of weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slots_ptr",
+        "drafts_ptr",
+        "num_computed_ptr",
+        "token_table_ptr",
+        "block_tables_ptr",
+        "num_rows",
+        "last",
+        "scratch",
+        "token_stride",
+        "table_stride",
+    ]
+)
+def _span_rows_kernel(
+    slots_ptr,  # [N]
+    drafts_ptr,  # [N]
+    num_computed_ptr,  # [S]
+    token_table_ptr,  # [S, L]
+    block_tables_ptr,  # [S, M]
+    positions_ptr,  # [N * W] int32
+    tokens_ptr,  # [N * W] int32
+    kv_slots_ptr,  # [N * W] int64
+    num_rows,
+    last,
+    scratch,
+    token_stride,
+    table_stride,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    seq = row // W
+    offset = row % W
+    slot = tl.load(slots_ptr + seq, mask=inside, other=0).to(tl.int64)
+    drafts = tl.load(drafts_ptr + seq, mask=inside, other=0)
+    position = tl.minimum(tl.load(num_computed_ptr + slot, mask=inside, other=0) + offset, last)
+    token = tl.load(token_table_ptr + slot * token_stride + position, mask=inside, other=0)
+    block = tl.load(block_tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
+    own = block.to(tl.int64) * P + position % P
+    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    tl.store(positions_ptr + row, position, mask=inside)
+    tl.store(tokens_ptr + row, token, mask=inside)
+    tl.store(kv_slots_ptr + row, tl.where(offset <= drafts, own, nobodys), mask=inside)
+
+
+def span_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    width: int,
+    block_size: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`paceline.ops.span_rows`."""
+    assert tokens.is_contiguous() and block_tables.is_contiguous() and num_computed.is_contiguous()
+    assert slots.is_contiguous() and drafts.is_contiguous()
+    num_rows = len(slots) * width
+    device = slots.device
+    positions = torch.empty((num_rows,), dtype=torch.int32, device=device)
+    fed = torch.empty((num_rows,), dtype=torch.int32, device=device)
+    kv_slots = torch.empty((num_rows,), dtype=torch.int64, device=device)
+    _span_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
+        slots,
+        drafts,
+        num_computed,
+        tokens,
+        block_tables,
+        positions,
+        fed,
+        kv_slots,
+        num_rows,
+        last,
+        scratch,
+        tokens.stride(0),
+        block_tables.stride(0),
+        W=width,
+        P=block_size,
+        BLOCK=BLOCK,
+    )
+    return positions, fed, kv_slots
+
+
+@triton.jit(do_not_specialize=["left_ptr", "right_ptr", "limits_ptr", "left_stride", "right_stride"])
+def _leading_matches_kernel(
+    left_ptr,  # [N, at least K] int32, rows left_stride apart
+    right_ptr,  # [N, K] int32, rows right_stride apart
+    limits_ptr,  # [N]
+    found_ptr,  # [N] int32
+    left_stride,
+    right_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    limit = tl.maximum(tl.minimum(tl.load(limits_ptr + seq), K), 0)
+    asked = column < limit
+    left = tl.load(left_ptr + seq * left_stride + column, mask=asked, other=0)
+    right = tl.load(right_ptr + seq * right_stride + column, mask=asked, other=0)
+    # the first column that differs, or the end of those asked for
+    first = tl.min(tl.where(asked & (left == right), BLOCK, column), axis=0)
+    tl.store(found_ptr + seq, tl.minimum(first, limit))
+
+
+def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
+    """See :func:`paceline.ops.leading_matches`."""
+    num_seqs, num_columns = right.shape
+    assert left.stride(1) == 1 and (num_columns <= 1 or right.stride(1) == 1)
+    found = torch.empty((num_seqs,), dtype=torch.int32, device=left.device)
+    if num_seqs:
+        _leading_matches_kernel[(num_seqs,)](
+            left,
+            right,
+            limits,
+            found,
+            left.stride(0),
+            right.stride(0),
+            K=num_columns,
+            BLOCK=max(triton.next_power_of_2(num_columns + 1), 2),
+        )
+    return found
+
+
+@triton.jit(
+    do_not_specialize=["slots_ptr", "drafts_ptr", "num_computed_ptr", "token_table_ptr", "token_stride"]
+)
+def _advance_kernel(
+    slots_ptr,  # [N]
+    drafts_ptr,  # [N]
+    sampled_ptr,  # [N, W] int32
+    accepted_ptr,  # [N] int32
+    num_computed_ptr,  # [S]
+    token_table_ptr,  # [S, L]
+    token_stride,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < W
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    if tl.load(drafts_ptr + seq) >= 0:
+        anchor = tl.load(num_computed_ptr + slot)
+        drawn = tl.load(sampled_ptr + seq * W + column, mask=inside, other=0)
+        tl.store(token_table_ptr + slot * token_stride + anchor + 1 + column, drawn, mask=inside)
+        tl.store(num_computed_ptr + slot, anchor + tl.load(accepted_ptr + seq) + 1)
+
+
+def advance(
+    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+) -> None:
+    """See :func:`paceline.ops.advance`."""
+    assert sampled.is_contiguous() and tokens.is_contiguous() and num_computed.is_contiguous()
+    num_seqs, width = sampled.shape
+    _advance_kernel[(num_seqs,)](
+        slots,
+        drafts,
+        sampled,
+        accepted,
+        num_computed,
+        tokens,
+        tokens.stride(0),
+        W=width,
+        BLOCK=max(triton.next_power_of_2(width), 2),
+    )
