@@ -84,6 +84,7 @@ def test_a_geometry_names_the_models_and_draws_their_weights() -> None:
         (EngineConfig(), "qwen3-4b", "b7", "no geometry 'qwen3-4b-b7'"),
         (EngineConfig(), None, "dspark-b7", "Add --geometry"),
         (EngineConfig(model="a"), "qwen3-4b", None, "Name one"),
+        (EngineConfig.of(speculative_config={"model": "a"}), "qwen3-4b", "dspark-b7", "Both a drafter"),
     ],
 )
 def test_geometries_that_cannot_be_meant_are_refused(

@@ -209,3 +209,10 @@ def test_shards_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.Monke
     load_model(out)
     with pytest.raises(CheckpointError, match="is not empty"):
         inflate.inflate_target(source, shape, out, pad_vocab=False, dtype=torch.bfloat16)
+
+
+def test_a_size_without_a_drafter_names_those_with_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"dspark drafter for qwen3-0\.6b\. There is for qwen3-14b, qwen3-4b"
+    ):
+        inflate.inflate_pair(None, None, "qwen3-0.6b", str(tmp_path), pad_vocab=False, dtype="bfloat16")

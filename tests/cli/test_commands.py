@@ -33,6 +33,9 @@ def test_short_forms_join_the_config_and_must_not_repeat_it() -> None:
     assert options._speculation(given) == {"model": "a", "draft_window": 64}
     with pytest.raises(ConfigError, match="draft_window is given both"):
         options._speculation({"speculative_config": '{"draft_window": 1}', "draft_window": 64})
+    with pytest.raises(ConfigError, match=r"\{\} switches drafting off, but --verify-planner is given"):
+        options._speculation({"speculative_config": "{}", "verify_planner": "auto"})
+    assert options._speculation({"speculative_config": "{}", "verify_planner": None}) == "{}"
     given = {"speculative_config": None, "hedge": 4, "hedge_positions": "0,2", "hedge_auto": True}
     config = EngineConfig.of(speculative_config=options._speculation(given)).speculation
     assert config is not None and (config.hedge, config.hedge_positions, config.hedge_auto) == (
@@ -110,3 +113,10 @@ def test_keys_of_serve_reach_the_server(tmp_path: Path, monkeypatch: pytest.Monk
     flags = ["serve", "--api-key", "a", "--api-key-file", str(tmp_path / "keys")]
     assert CliRunner().invoke(main.app, flags).exit_code == 0
     assert seen[0].api_keys == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--taps", "1.5"), ("--taps", "1,x"), ("--temperatures", "0;1")])
+def test_lists_of_train_drafter_that_are_none_are_refused(flag: str, value: str) -> None:
+    words = ["train-drafter", "--target", "t", "--data", "d", "--out", "o", flag, value]
+    error = CliRunner().invoke(main.app, words).exception
+    assert isinstance(error, ConfigError) and f"{flag[2:]} is {value!r}" in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,8 @@ def test_one_failing_prompt_ends_the_others(api: Api, scripted: ScriptedEngine) 
 
 
 def test_keys_guard_everything_but_health(scripted: ScriptedEngine) -> None:
-    api = Api(scripted, ServeOptions(api_keys=("sk-one", "sk-two")))
+    foreign = b"sk-\xe9"  # not UTF-8, as the environment may hold it
+    api = Api(scripted, ServeOptions(api_keys=("sk-one", "sk-two", os.fsdecode(foreign))))
     assert api.get("/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/version", "/nothing", "/health/", "//health"):
         response = api.get(path)
@@ -279,8 +281,8 @@ def test_keys_guard_everything_but_health(scripted: ScriptedEngine) -> None:
         assert envelope(response)["code"] == "invalid_api_key"
     for header in ("sk-one", "Bearer", "Bearer ", "Bearer sk-", "Basic sk-one", "Bearer sk-one2", "Bearer é"):
         assert api.get("/v1/models", headers={"authorization": header.encode()}).status_code == 401, header
-    for key in ("sk-one", "sk-two"):
-        assert api.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    for key in (b"sk-one", b"sk-two", foreign):
+        assert api.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code == 200
 
 
 def test_options_are_checked() -> None:
@@ -300,8 +302,10 @@ def test_keys_come_from_flags_a_file_and_the_environment(
     monkeypatch.delenv("PACELINE_API_KEY", raising=False)
     assert read_keys((), None) == ()
     assert read_keys(["sk-one"], str(file)) == ("sk-one", "sk-two", "sk-three")
-    monkeypatch.setenv("PACELINE_API_KEY", "sk-four")
-    assert read_keys(["sk-one"], None) == ("sk-one", "sk-four")
+    monkeypatch.setenv("PACELINE_API_KEY", "sk-four\n")  # as a secret ends that was written by an editor
+    assert read_keys([" sk-one "], None) == ("sk-one", "sk-four")
+    file.write_bytes(b"\xef\xbb\xbfsk-five\r\n")  # as some editors begin and end lines
+    assert read_keys((), str(file)) == ("sk-five", "sk-four")
     monkeypatch.setenv("PACELINE_API_KEY", "")  # as a script leaves it whose secret is missing
     with pytest.raises(ConfigError, match="API key is empty"):
         ServeOptions(api_keys=read_keys((), None))

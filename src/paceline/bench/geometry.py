@@ -42,7 +42,8 @@ def with_geometry(engine: EngineConfig, target: str | None, drafter: str | None)
         drafter: of a drafter, without the target's name, such as ``dspark-b7``; None leaves drafting off.
 
     Raises:
-        ConfigError: an unknown name, a model beside a geometry, or a drafter's geometry without a target's.
+        ConfigError: an unknown name, a model or drafter beside a geometry, or a drafter's geometry without a
+            target's.
     """
     if target is None:
         if drafter is not None:
@@ -54,6 +55,10 @@ def with_geometry(engine: EngineConfig, target: str | None, drafter: str | None)
     if drafter is not None:
         folder = str(geometry_folder(f"{target}-{drafter}"))
         given = SpeculativeConfig() if speculation is None else speculation
+        if given.model is not None:
+            raise ConfigError(
+                f"Both a drafter ({given.model}) and a drafter's geometry ({drafter}) are named. Name one."
+            )
         speculation = msgspec.structs.replace(given, model=folder, method=None)
     return msgspec.structs.replace(
         engine,

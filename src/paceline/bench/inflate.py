@@ -58,7 +58,9 @@ def inflate_pair(
     shape = geometry_folder(geometry)
     names = [name for name in geometry_names() if name.startswith(f"{geometry}-{method}-")]
     if not names:
-        raise ConfigError(f"There is no geometry of a {method} drafter for {geometry}. Take another one.")
+        ending = f"-{method}-"
+        fit = ", ".join(sorted(name.split(ending)[0] for name in geometry_names() if ending in name))
+        raise ConfigError(f"There is no geometry of a {method} drafter for {geometry}. There is for {fit}.")
     large = inflate_target(source, shape, Path(out) / "target", pad_vocab=pad_vocab, dtype=stored)
     draft_shape = geometry_folder(names[0])
     return large, inflate_drafter(

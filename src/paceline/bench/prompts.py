@@ -35,7 +35,7 @@ def read_prompts(path: str | None) -> list[str]:
     if path is None:
         return list(PROMPTS)
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--prompts {path} cannot be read: {reason}. Name a text file in UTF-8.") from error

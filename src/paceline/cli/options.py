@@ -145,6 +145,11 @@ def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
             return text  # refused, with what is wrong, where every config is read
         if not isinstance(config, dict):
             return text
+    if not config:
+        flag = next(iter(short)).replace("_", "-")
+        raise ConfigError(
+            f"--speculative-config {{}} switches drafting off, but --{flag} is given. Drop one."
+        )
     both = sorted(set(short) & set(config))
     if both:
         raise ConfigError(f"{both[0]} is given both as a flag and in --speculative-config. Give it once.")

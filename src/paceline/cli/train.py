@@ -104,7 +104,7 @@ def train_drafter(
             intermediate_size=intermediate_size,
             markov_rank=markov_rank,
             markov_head=markov_head,
-            taps=None if taps is None else tuple(int(v) for v in _numbers("taps", taps)),
+            taps=None if taps is None else _layers(taps),
             mask_token_id=mask_token_id,
             eval_data=tuple(eval_data or ()),
             eval_share=eval_share,
@@ -141,8 +141,15 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"{name} is {text!r}; give numbers with commas between them, such as 0,2,4"
+            f"{name} is {text!r}; give numbers with commas between them, such as 0,0.7,1"
         ) from None
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"taps is {text!r}; give layers with commas between them, such as 1,9,17") from None
 
 
 def _show(report: dict[str, object], out: Path) -> None:

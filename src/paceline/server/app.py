@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 from collections.abc import AsyncIterator, Iterable
 
 from fastapi import FastAPI
@@ -61,7 +62,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [_digest(os.fsencode(key)) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or refuse it (ASGI)."""

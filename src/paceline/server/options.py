@@ -17,7 +17,8 @@ KEY_VARIABLE = "PACELINE_API_KEY"
 
 
 def read_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """API keys from everywhere they may be named: flags, a file, and the environment.
+    """API keys from everywhere they may be named: flags, a file, and the environment. Space around a key is
+    no part of it: it does not survive in a header.
 
     Args:
         given: keys named by flags.
@@ -29,17 +30,17 @@ def read_keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
     keys = list(given)
     if file is not None:
         try:
-            lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--api-key-file {file}: {reason}. Name a readable text file.") from error
-        found = [line for line in lines if line]
+        found = [line for line in lines if line.strip()]
         if not found:
             raise ConfigError(f"--api-key-file {file} holds no key. Write one on each line.")
         keys += found
     if KEY_VARIABLE in os.environ:
         keys.append(os.environ[KEY_VARIABLE])
-    return tuple(keys)
+    return tuple(key.strip() for key in keys)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
