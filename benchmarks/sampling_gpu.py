@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "min_p 0.05, top_p 0.9": {"min_p": 0.05, "top_p": 0.9},
 }
-SIZES = {"CHUNK": (64, 128), "BLOCK": (2048, 4096), "NUM_WARPS": (8, 16), "NUCLEUS_CHUNKS": (128, 512)}
+SIZES = {"CHUNK": (64, 128), "BLOCK": (1024, 2048, 4096), "NUM_WARPS": (4, 8, 16)}
 CHECKED_ROWS = 8
 GRAPH_CALLS = 10
 

@@ -173,7 +173,6 @@ SMALL = {
     "NUCLEUS_CHUNKS": 8,
     "CAPACITY": 32,
     "BLOCK": 256,
-    "SHORT_BLOCK": 32,
 }
 """The kernels' sizes, so that some hundred tokens are many pieces and a search has to go to the row."""
 

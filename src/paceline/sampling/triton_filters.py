@@ -10,7 +10,7 @@ at most the k-th largest logit: the second, one program for a row, gathers the f
 in the order of their ids, from the chunks that have any, and searches among them, which takes no memory to
 speak of. Where they do not hold the whole answer (a wide nucleus, thousands of ties) it searches the row.
 
-A search narrows the 2^32 keys that order as fp32 numbers do, each pass over the values to a quarter. No row
+A search narrows the 2^32 keys that order as fp32 numbers do, each pass over the values to a fifth. No row
 looks at another, nothing is decided by the host, and a row without filters is left at once.
 """
 
@@ -35,10 +35,8 @@ CAPACITY = 2048
 SURE_TOP_P = 0.9999
 """Chunks know their mass to 1e-7 of it, too coarse for a larger top_p: its row is summed and searched."""
 
-BLOCK = 4096
+BLOCK = 2048
 """Values a pass over a row takes at once."""
-SHORT_BLOCK = 1024
-"""The same of a pass over gathered tokens."""
 NUM_WARPS = 8
 
 _INV_TEMPERATURE = tl.constexpr(state.INV_TEMPERATURE)
@@ -47,7 +45,8 @@ _MIN_P = tl.constexpr(state.MIN_P_COLUMN)
 _NUM_FLOATS = tl.constexpr(state.NUM_FLOATS)
 _TOP_K = tl.constexpr(state.TOP_K)
 _NUM_INTS = tl.constexpr(state.NUM_INTS)
-_BELOW_ALL = tl.constexpr(-(2**31) - 1)  # below the key of every number
+_CUTS = tl.constexpr(4)  # of a range of keys, tried in one pass
+_BELOW_ALL = tl.constexpr(-(2**31))  # below the key of every number
 _LOWEST = tl.constexpr(-(2**31) + 0x7FFFFF + 1)  # key of the lowest finite number; -inf is never drawn
 _ALL = tl.constexpr(-(2**63))  # place behind all tokens
 _NONE = tl.constexpr(2**63 - 1)
@@ -62,9 +61,9 @@ class LastKept(NamedTuple):
 
 @triton.jit
 def _key(x):
-    """int64 of fp32 x that orders as x does; both zeros have one key."""
+    """int32 of fp32 x that orders as x does; both zeros have one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def _value(key):
 @triton.jit
 def _place(key, token):
     """int64 that falls along the order in which tokens are kept."""
-    return (key << 32) + 0x7FFFFFFF - token
+    return (key.to(tl.int64) << 32) + 0x7FFFFFFF - token
 
 
 @triton.jit
@@ -135,68 +134,64 @@ def _weight(x, scale):
 
 
 @triton.jit
-def _read(listed, index, GATHERED: tl.constexpr):
-    """Logits, keys and places of a list at these indices, and which are inside. A list is (values, tokens,
-    size); where it is a whole row and not gathered, the token is the index."""
-    values_ptr, tokens_ptr, size = listed
+def _read(listed, index):
+    """Logits, keys and places of a list at these indices, and which are inside. A list is (values, size,
+    gathered, tokens): where it is a row of which 0 are gathered, the tokens are the indices."""
+    values_ptr, size, gathered, tokens_ptr = listed
     inside = index < size
     x = tl.load(values_ptr + index, mask=inside, other=-float("inf"))
     key = _key(x)
-    token = index
-    if GATHERED:
-        token = tl.load(tokens_ptr + index, mask=inside, other=0)
-    return x, key, _place(key, token), inside
+    token = tl.load(tokens_ptr + index, mask=index < gathered, other=0)
+    return x, key, _place(key, tl.where(index < gathered, token, index)), inside
 
 
 @triton.jit
-def _above(
-    listed, scale, limit, t1, t2, t3, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """How many tokens, or how much weight of those up to the place ``limit``, is above each of three keys."""
+def _above(listed, scale, limit, keys, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens, or how much weight of those up to the place ``limit``, is above each of [_CUTS]
+    keys."""
     dtype: tl.constexpr = tl.int32 if COUNT else tl.float64
-    sum1 = tl.zeros((BLOCK,), dtype)
-    sum2 = tl.zeros((BLOCK,), dtype)
-    sum3 = tl.zeros((BLOCK,), dtype)
-    for start in range(0, listed[2], BLOCK):
-        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK), GATHERED)
+    sums = tl.zeros((_CUTS, BLOCK), dtype)
+    for start in range(0, listed[1], BLOCK):
+        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK))
         weight = inside.to(dtype)
         if not COUNT:
             weight *= tl.where(place >= limit, _weight(x, scale), 0.0)
-        sum1 += tl.where(key > t1, weight, 0)
-        sum2 += tl.where(key > t2, weight, 0)
-        sum3 += tl.where(key > t3, weight, 0)
-    return tl.sum(sum1, axis=0), tl.sum(sum2, axis=0), tl.sum(sum3, axis=0)
+        sums += tl.where(key[None, :] > keys[:, None], weight[None, :], 0)
+    return tl.sum(sums, axis=1)
 
 
 @triton.jit
-def _edge(listed, scale, limit, low, goal, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key above ``low`` that has less than ``goal`` above it, and how much that is."""
-    high = _key(scale[0])  # nothing is above it
+def _mass(listed, scale, limit, BLOCK: tl.constexpr):
+    """The weight of the tokens up to the place ``limit``."""
+    keys = tl.full((_CUTS,), _BELOW_ALL, tl.int32)
+    return tl.max(_above(listed, scale, limit, keys, False, BLOCK), axis=0)
+
+
+@triton.jit
+def _edge(listed, scale, limit, low, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest key above ``low`` (int64) that has less than ``goal`` above it, and how much that is. Where
+    there is less than the goal altogether, it is near ``low``, and all of that."""
+    high = _key(scale[0]).to(tl.int64)  # nothing is above it
     found = tl.full((), 0, tl.int32 if COUNT else tl.float64)
     while high - low > 1:
         width = high - low
-        t1 = low + width // 4
-        t2 = low + width // 2
-        t3 = low + (3 * width) // 4
-        m1, m2, m3 = _above(listed, scale, limit, t1, t2, t3, COUNT, GATHERED, BLOCK)
-        # t1 may be low itself, above which is the goal, or all there is.
-        in1, in2, in3 = m1 < goal, m2 < goal, m3 < goal
-        found = tl.where(in1, m1, tl.where(in2, m2, tl.where(in3, m3, found)))
-        high = tl.where(in1, t1, tl.where(in2, t2, tl.where(in3, t3, high)))
-        low = tl.where(in1, low, tl.where(in2, t1, tl.where(in3, t2, t3)))
+        keys = low + width * (tl.arange(0, _CUTS) + 1) // (_CUTS + 1)
+        above = _above(listed, scale, limit, keys.to(tl.int32), COUNT, BLOCK)
+        too_low = tl.sum((above >= goal).to(tl.int32), axis=0)  # so many cuts, the first ones
+        found = tl.where(too_low < _CUTS, tl.max(tl.where(above < goal, above, 0), axis=0), found)
+        high = low + width * (too_low + 1) // (_CUTS + 1)
+        low += width * too_low // (_CUTS + 1)
     return high, found
 
 
 @triton.jit
-def _last(
-    listed, scale, limit, edge, above, goal, COUNT: tl.constexpr, GATHERED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _last(listed, scale, limit, edge, above, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Place of the last token up to ``limit`` that is above the edge, or equal to it and within the goal; and
     not below min_p, unless tokens are counted."""
     num_equal = tl.full((), 0, tl.int32)
     last = tl.full((), _NONE, tl.int64)
-    for start in range(0, listed[2], BLOCK):
-        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK), GATHERED)
+    for start in range(0, listed[1], BLOCK):
+        x, key, place, inside = _read(listed, start + tl.arange(0, BLOCK))
         inside = inside & (place >= limit)
         equal = (inside & (key == edge)).to(tl.int32)
         before = num_equal + tl.cumsum(equal, axis=0) - equal  # equal ones with lower ids
@@ -212,36 +207,44 @@ def _last(
 
 
 @triton.jit
-def _search(listed, scale, low, total, filters, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
+def _search(listed, scale, low, total, filters, BLOCK: tl.constexpr):
     """Place of the last token kept of a list. ``low`` is below the keys of all that may be kept; ``total`` is
     the mass of the row, of which only some is gathered."""
     top_k, top_p, by_count, by_mass, by_ratio = filters
     limit = tl.full((), _ALL, tl.int64)
     if by_count:
-        edge, above = _edge(listed, scale, limit, low, top_k, True, GATHERED, BLOCK)
-        limit = _last(listed, scale, limit, edge, above, top_k, True, GATHERED, BLOCK)
+        edge, above = _edge(listed, scale, limit, low, top_k, True, BLOCK)
+        limit = _last(listed, scale, limit, edge, above, top_k, True, BLOCK)
         low = (limit >> 32) - 1
     if by_mass | by_ratio:
         edge = tl.full((), _BELOW_ALL, tl.int64)
         above = tl.full((), 0.0, tl.float64)
         goal = tl.full((), 0.0, tl.float64)
         if by_mass:
-            if by_count | by_ratio | (not GATHERED):
-                total = _above(listed, scale, limit, edge, edge, edge, False, GATHERED, BLOCK)[0]
+            if by_count | by_ratio | (listed[2] == 0):
+                total = _mass(listed, scale, limit, BLOCK)
             goal = top_p * total
-            edge, above = _edge(listed, scale, limit, low, goal, False, GATHERED, BLOCK)
-        limit = _last(listed, scale, limit, edge, above, goal, False, GATHERED, BLOCK)
+            edge, above = _edge(listed, scale, limit, low, goal, False, BLOCK)
+        limit = _last(listed, scale, limit, edge, above, goal, False, BLOCK)
     return limit
 
 
 @triton.jit
 def _gather(
-    row, bests, floor, list_ptr, values_ptr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+    row,
+    bests,
+    floor,
+    values_ptr,
+    tokens_ptr,
+    CHUNK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write the tokens of a row with keys from ``floor`` up, by ascending id: how many there are, the first
-    CAPACITY of which are written. ``list_ptr`` takes the chunks they are in."""
-    row_ptr, tokens_ptr, vocab_size = row
-    best_ptr, _, num_chunks = bests
+    CAPACITY of which are written. A row is (logits, size, scratch for the chunks to look into)."""
+    row_ptr, vocab_size, list_ptr = row
+    best_ptr = bests[0]
+    num_chunks = bests[1]
     num_listed = tl.full((), 0, tl.int32)
     for start in range(0, num_chunks, BLOCK):
         chunks = start + tl.arange(0, BLOCK)
@@ -287,7 +290,6 @@ def _last_kernel(
     NUCLEUS_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     SURE_TOP_P: tl.constexpr,
-    SHORT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -321,27 +323,27 @@ def _last_kernel(
                 total += tl.sum(mass * tl.exp((best - top) * inv_temperature).to(tl.float64), axis=0)
 
         num_best = tl.where(by_count, top_k, NUCLEUS_CHUNKS)
-        bests = (best_ptr, tokens_ptr, num_chunks)
-        floor = _edge(bests, scale, _ALL, below_all, num_best, True, False, BLOCK)[0]
+        bests = (best_ptr, num_chunks, 0, tokens_ptr)
+        floor = _edge(bests, scale, _ALL, below_all, num_best, True, BLOCK)[0]
         floor = tl.maximum(floor, _LOWEST)
-        row_list = (row_ptr, tokens_ptr, vocab_size)
-        list_ptr += row * num_chunks
-        size = _gather(row_list, bests, floor, list_ptr, values_ptr, CHUNK, CAPACITY, BLOCK)
-        gathered = (values_ptr, tokens_ptr, size)
+        whole = (row_ptr, vocab_size, list_ptr + row * num_chunks)
+        size = _gather(whole, bests, floor, values_ptr, tokens_ptr, CHUNK, CAPACITY, BLOCK)
 
         enough = size <= CAPACITY
         if enough & (by_count == 0) & (floor > _LOWEST):
             if by_ratio:
                 enough = _weight(_value(floor), scale) == 0.0
             else:
-                mass = _above(
-                    gathered, scale, _ALL, below_all, below_all, below_all, False, True, SHORT_BLOCK
-                )[0]
+                mass = _mass((values_ptr, size, size, tokens_ptr), scale, _ALL, BLOCK)
                 enough = (mass >= top_p * total) & (top_p < SURE_TOP_P)
-        if enough:
-            last = _search(gathered, scale, floor - 1, total, filters, True, SHORT_BLOCK)
-        else:
-            last = _search(row_list, scale, below_all, total, filters, False, BLOCK)
+        low = (floor - 1).to(tl.int64)
+        gathered = size
+        if not enough:
+            values_ptr = row_ptr
+            size = vocab_size
+            gathered = 0
+            low = below_all
+        last = _search((values_ptr, size, gathered, tokens_ptr), scale, low, total, filters, BLOCK)
         last_logit = _value(last >> 32)
         last_token = (0x7FFFFFFF - (last & 0xFFFFFFFF)).to(tl.int32)
     tl.store(last_logit_ptr + row, last_logit)
@@ -398,7 +400,6 @@ def last_kept(logits: Tensor, slots: Tensor, floats: Tensor, ints: Tensor) -> La
         NUCLEUS_CHUNKS=NUCLEUS_CHUNKS,
         CAPACITY=CAPACITY,
         SURE_TOP_P=SURE_TOP_P,
-        SHORT_BLOCK=SHORT_BLOCK,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
