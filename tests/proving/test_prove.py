@@ -137,7 +137,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         run_prove(options(prompts=str(tmp_path / "none")), None)
     with pytest.raises(ConfigError, match=r"--json .*: Is a directory"):
-        run_prove(ProveOptions(), str(tmp_path))
+        run_prove(ProveOptions(target=str(TARGET)), str(tmp_path))
     path = tmp_path / "prompts"
     for text, message in (
         ("hello\n", "line 1 is text, but the model has no tokenizer"),
