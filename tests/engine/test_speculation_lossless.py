@@ -40,7 +40,8 @@ def check(proof: LosslessProof, mode: Mode, share: int = 1) -> None:
         where = f"{result.mode}, {result.sampling}"
         assert not result.violations, where
         assert result.num_differing == 0 and result.num_tokens > 0
-        if mode.speculative is not None:
+        # The planner goes by the clock: on a busy machine it may find that drafting does not pay.
+        if mode.speculative is not None and "planned" not in mode.name:
             assert result.accept_length is not None and result.accept_length > 1.02, where
         # On a CPU the general pass takes what is sampled with penalties or sorted, and has no chains.
         if mode.speculative and "hedge" in mode.speculative and result.sampling in ("greedy", "T = 1"):
