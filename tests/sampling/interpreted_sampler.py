@@ -181,6 +181,7 @@ BORDERS: list[dict[str, float]] = [
     {"top_k": 16, "top_p": 0.9},
     {"top_k": 31},
     {"top_k": 32, "min_p": 0.01},
+    {"top_k": 5, "min_p": 1e-6},
     {"top_k": 33, "top_p": 0.5},
     {"top_k": 250},
     {"top_k": 251},
@@ -206,6 +207,20 @@ def test_filters_at_the_borders_of_what_is_gathered(kind: str, monkeypatch: pyte
     logits = some_logits(kind, len(slots), vocab_size)
     got, expected = kept_by_both(logits, slots, state)
     assert [BORDERS[slot] for slot in slots[(got != expected).any(1)].tolist()] == []
+
+
+@pytest.mark.parametrize("nucleus_chunks", [24, 64])
+def test_a_nucleus_that_leaves_out_next_to_nothing(
+    nucleus_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its edge is among tokens that weigh less than rounding of the sum of others."""
+    monkeypatch.setattr(triton_filters, "NUCLEUS_CHUNKS", nucleus_chunks)
+    vocab_size = 64 * 40
+    state, slots = filter_state([{"top_p": 1 - 10.0**-digits} for digits in (5, 7, 8, 9, 10, 11)], vocab_size)
+    logits = torch.full((len(slots), vocab_size), -1000.0)
+    logits[:, ::64] = -0.31 * torch.arange(40) * (1 + torch.arange(40) / 20)
+    got, expected = kept_by_both(logits, slots, state)
+    assert got.sum(1).tolist() == expected.sum(1).tolist()
 
 
 @pytest.mark.parametrize("capacity", [1, 64])

@@ -209,7 +209,7 @@ def _last(listed, scale, limit, edge, above, goal, COUNT: tl.constexpr, BLOCK: t
 @triton.jit
 def _search(listed, scale, low, total, filters, BLOCK: tl.constexpr):
     """Place of the last token kept of a list. ``low`` is below the keys of all that may be kept; ``total`` is
-    the mass of the row, of which only some is gathered."""
+    the mass of the row where only some of it is listed, or 0."""
     top_k, top_p, by_count, by_mass, by_ratio = filters
     limit = tl.full((), _ALL, tl.int64)
     if by_count:
@@ -221,7 +221,7 @@ def _search(listed, scale, low, total, filters, BLOCK: tl.constexpr):
         above = tl.full((), 0.0, tl.float64)
         goal = tl.full((), 0.0, tl.float64)
         if by_mass:
-            if by_count | by_ratio | (listed[2] == 0):
+            if total == 0.0:
                 total = _mass(listed, scale, limit, BLOCK)
             goal = top_p * total
             edge, above = _edge(listed, scale, limit, low, goal, False, BLOCK)
@@ -313,15 +313,6 @@ def _last_kernel(
             best = tl.maximum(best, here)
         top = tl.max(best, axis=0)
         scale = (top, inv_temperature, min_p)
-        total = tl.full((), 0.0, tl.float64)
-        if only_mass:
-            for start in range(0, num_chunks, BLOCK):
-                chunks = start + tl.arange(0, BLOCK)
-                inside = chunks < num_chunks
-                best = tl.load(best_ptr + chunks, mask=inside, other=-float("inf"))
-                mass = tl.load(mass_ptr + chunks, mask=inside, other=0.0).to(tl.float64)
-                total += tl.sum(mass * tl.exp((best - top) * inv_temperature).to(tl.float64), axis=0)
-
         num_best = tl.where(by_count, top_k, NUCLEUS_CHUNKS)
         bests = (best_ptr, num_chunks, 0, tokens_ptr)
         floor = _edge(bests, scale, _ALL, below_all, num_best, True, BLOCK)[0]
@@ -329,6 +320,14 @@ def _last_kernel(
         whole = (row_ptr, vocab_size, list_ptr + row * num_chunks)
         size = _gather(whole, bests, floor, values_ptr, tokens_ptr, CHUNK, CAPACITY, BLOCK)
 
+        total = tl.full((), 0.0, tl.float64)
+        if only_mass & (floor > _LOWEST):
+            for start in range(0, num_chunks, BLOCK):
+                chunks = start + tl.arange(0, BLOCK)
+                inside = chunks < num_chunks
+                best = tl.load(best_ptr + chunks, mask=inside, other=-float("inf"))
+                mass = tl.load(mass_ptr + chunks, mask=inside, other=0.0).to(tl.float64)
+                total += tl.sum(mass * tl.exp((best - top) * inv_temperature).to(tl.float64), axis=0)
         enough = size <= CAPACITY
         if enough & (by_count == 0) & (floor > _LOWEST):
             if by_ratio:
@@ -342,6 +341,7 @@ def _last_kernel(
             values_ptr = row_ptr
             size = vocab_size
             gathered = 0
+            total = tl.full((), 0.0, tl.float64)
             low = below_all
         last = _search((values_ptr, size, gathered, tokens_ptr), scale, low, total, filters, BLOCK)
         last_logit = _value(last >> 32)
