@@ -294,6 +294,8 @@ def test_a_fresh_process_starts_and_says_when_what_was_done() -> None:
 def test_an_engine_that_does_not_start_says_why() -> None:
     with pytest.raises(ConfigError, match=r"did not start: .*max_model_len is 9999"):
         measure_startup(options(max_model_len=9999))
+    with pytest.raises(ConfigError, match=r"did not start: This model's maximum .* Shorten the prompt\.$"):
+        measure_startup(options(max_model_len=2))
 
 
 # ---- stages

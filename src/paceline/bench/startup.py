@@ -48,7 +48,7 @@ def measure_startup(engine: EngineConfig) -> dict[str, Any]:
     lines = child.stdout.splitlines()
     if child.returncode or not lines:
         said = child.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(f"The engine did not start: {said[-1] if said else 'it said nothing'}.")
+        raise ConfigError(f"The engine did not start: {said[-1] if said else 'it said nothing.'}")
     marks = [(at - start, phase) for at, phase in json.loads(lines[-1])]
     ends = [0.0, *(at for at, _ in marks)]
     phases = [
