@@ -216,3 +216,15 @@ def test_a_size_without_a_drafter_names_those_with_one(tmp_path: Path) -> None:
         ConfigError, match=r"dspark drafter for qwen3-0\.6b\. There is for qwen3-14b, qwen3-4b"
     ):
         inflate.inflate_pair(None, None, "qwen3-0.6b", str(tmp_path), pad_vocab=False, dtype="bfloat16")
+
+
+def test_folders_are_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflate, "inflate_target", lambda *args, **named: pytest.fail("it was written"))
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "x").touch()
+    for out, error, message in (
+        (tmp_path, CheckpointError, "drafter is not empty"),
+        (tmp_path / "drafter" / "x", ConfigError, "target cannot be made: Not a directory"),
+    ):
+        with pytest.raises(error, match=message):
+            inflate.inflate_pair(None, None, "qwen3-4b", str(out), pad_vocab=False, dtype="bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_every_kind_of_line(target: Path, tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ('{"prompt": "\udcff"}', "not JSON: 'utf-8' codec"),
         ('{"prompt": "a", "text": "b"}', "exactly one of"),
         ('{"prompt_token_ids": ["a"]}', "integers"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user message"),
@@ -67,7 +69,7 @@ def test_every_kind_of_line(target: Path, tmp_path: Path) -> None:
 )
 def test_bad_lines_are_named(target: Path, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "ok"}\n' + line + "\n")
+    path.write_bytes(b'{"prompt": "ok"}\n' + os.fsencode(line) + b"\n")
     with pytest.raises(ConfigError, match=rf"data\.jsonl:2: ?.*{message}|data\.jsonl:2 is {message}"):
         reader(target).read([path])
 

@@ -26,7 +26,7 @@ from paceline.training.distributed import World
 from paceline.training.documents import Documents
 from paceline.training.evaluate import evaluate
 from paceline.training.regenerate import load_answers, regenerate
-from paceline.training.run import mask_token, train_drafter
+from paceline.training.run import _claim, mask_token, train_drafter
 from paceline.training.trainer import Trainer
 
 
@@ -271,6 +271,13 @@ def test_mask_token_is_found_or_asked_for(tmp_path: Path) -> None:
 def test_options_are_refused_by_name(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_options(**({"method": "dspark", "steps": None} | changes))  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = replace(tiny_options("dspark"), out=tmp_path / "file" / "out")
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        _claim(options, Documents.of([[1, 2]], VOCAB), World())
 
 
 def test_taps_must_fit() -> None:

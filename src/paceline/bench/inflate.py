@@ -61,6 +61,8 @@ def inflate_pair(
         ending = f"-{method}-"
         fit = ", ".join(sorted(name.split(ending)[0] for name in geometry_names() if ending in name))
         raise ConfigError(f"There is no geometry of a {method} drafter for {geometry}. There is for {fit}.")
+    for part in ("target", "drafter"):  # before the first is written, which takes minutes
+        _make_empty(Path(out) / part)
     large = inflate_target(source, shape, Path(out) / "target", pad_vocab=pad_vocab, dtype=stored)
     draft_shape = geometry_folder(names[0])
     return large, inflate_drafter(
@@ -280,17 +282,25 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _make_empty(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}. Name a new folder.") from error
+    if not is_empty:
+        raise CheckpointError(f"{folder} is not empty. Name a new folder.")
+
+
 def write_sharded(
     folder: Path, config: Mapping[str, Any], named: Named, dtype: torch.dtype, source: Path
 ) -> Path:
     """Write a checkpoint shard by shard, holding one at a time; tokenizer and defaults come from ``source``.
 
     Raises:
-        CheckpointError: the folder is not empty.
+        ConfigError, CheckpointError: the folder cannot be made, or is not empty.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty. Name a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_empty(folder)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}
     total = 0

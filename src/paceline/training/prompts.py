@@ -72,7 +72,7 @@ class PromptReader:
         return Documents.concatenate(packed)
 
     def _lines(self, path: Path) -> Iterator[list[int]]:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

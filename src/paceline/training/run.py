@@ -120,7 +120,7 @@ def _claim(options: TrainOptions, data: Documents, world: World) -> None:
     """Tie the output folder to these options and data, so that a later start cannot mix two runs.
 
     Raises:
-        ConfigError: the folder belongs to another run.
+        ConfigError: the folder belongs to another run, or cannot be made.
     """
     lead = {"steps", "minutes"}  # the trainer's own state checks them
     values = {k: v for k, v in options.fingerprint().items() if k not in lead}
@@ -135,8 +135,13 @@ def _claim(options: TrainOptions, data: Documents, world: World) -> None:
                 "same ones to resume it, or another folder"
             )
     elif world.leads:
-        options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=1) + "\n")
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"out is {options.out}, which cannot be written: {error.strerror}. Name another folder"
+            ) from error
     world.barrier()
 
 
