@@ -52,8 +52,8 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "draft_window"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1, or absent.")
+            if value is not None and not 1 <= value < 2**31:
+                raise ConfigError(f"{name} is {value}; it must lie in 1..{2**31 - 1}, or be absent.")
         self._check_hedging()
         length = self.synthetic_accept_length
         if length is not None and not 1 <= length < math.inf:
@@ -62,11 +62,12 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
             if self.draft_state != "capture":
                 raise ConfigError(
                     f"draft_capture_mb is {self.draft_capture_mb}, but draft_state is {self.draft_state!r}, "
-                    "which "
-                    "captures nothing. Set draft_state to 'capture' or drop draft_capture_mb."
+                    "which captures nothing. Set draft_state to 'capture' or drop draft_capture_mb."
                 )
-            if self.draft_capture_mb < 0:
-                raise ConfigError(f"draft_capture_mb is {self.draft_capture_mb}; it must be 0 or more.")
+            if not 0 <= self.draft_capture_mb < math.inf:
+                raise ConfigError(
+                    f"draft_capture_mb is {self.draft_capture_mb}; it must be 0 or more MiB, and a number."
+                )
 
     def _check_hedging(self) -> None:
         positions = self.hedge_positions
