@@ -95,7 +95,7 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
         (lambda size: (built.num_drafts,)) if tiers is None else tiers.__getitem__,
         budget_s=1.5 if on_gpu else 1.0,
         repeats=2 if on_gpu else 1,
-        warm_up=on_gpu,
+        warm_up=True,
     )
     if not measured:
         logger.info("Verify planner: off, sequences here are too short to time rounds with")
