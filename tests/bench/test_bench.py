@@ -18,6 +18,7 @@ from paceline.bench.driver import Driver, Run, Step, random_prompts
 from paceline.bench.floor import Floor, floor_of, read_floor
 from paceline.bench.geometry import geometry_folder, geometry_names, plain, with_geometry
 from paceline.bench.latency import Shape, measure_latency, parse_shapes
+from paceline.bench.machine import describe_speculation
 from paceline.bench.prefix import PrefixCases, measure_prefix, run_prefix
 from paceline.bench.report import Column, Output, Plot, Report
 from paceline.bench.round import run_round, stage_bytes, stage_rows
@@ -30,6 +31,7 @@ from paceline.errors import ConfigError, RequestFailedError
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_dialects import load_drafter_config
 from paceline.proving.drive import runner_of
+from paceline.speculation.config import SpeculativeConfig
 from support.engines import GOLDEN
 
 
@@ -471,3 +473,12 @@ def test_speculation_is_compared_on_real_prompts(tmp_path: Path) -> None:
     prompts.write_bytes(b"\xd0\x00")
     with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec"):
         run_speculation(engine, str(prompts), 12, 0.0, "1", repeats=1)
+
+
+def test_a_report_names_a_bundled_drafter_but_not_where_it_is() -> None:
+    bundled = EngineConfig.of(speculative_config={"method": "dflash"}).speculation
+    named = describe_speculation(bundled)
+    assert named is not None and named["model"] == "mini-dflash" and named["method"] == "dflash"
+    own = describe_speculation(SpeculativeConfig(model="some/drafter"))
+    assert own is not None and own["model"] == "some/drafter"
+    assert describe_speculation(None) is None

@@ -14,6 +14,8 @@ import msgspec
 import torch
 
 import paceline
+from paceline.config import BUNDLED_DRAFTERS
+from paceline.speculation.config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from paceline.bench.driver import Driver
@@ -85,6 +87,15 @@ def _median_s(action: Callable[[], object], device: torch.device, repeats: int) 
     return statistics.median(seconds)
 
 
+def describe_speculation(config: SpeculativeConfig | None) -> dict[str, Any] | None:
+    """The options, with a bundled drafter by its name: where it is installed is nobody's business."""
+    if config is None:
+        return None
+    bundled = {str(folder): folder.name for folder in BUNDLED_DRAFTERS.values()}
+    options: dict[str, Any] = msgspec.to_builtins(config)
+    return {**options, "model": bundled.get(str(config.model), config.model)}
+
+
 def describe_engine(driver: Driver) -> dict[str, Any]:
     """What was measured, as it stands beside every result."""
     info, engine = driver.info, driver.engine
@@ -96,6 +107,6 @@ def describe_engine(driver: Driver) -> dict[str, Any]:
         "weights_bytes": info.weights_bytes,
         "max_num_seqs": info.max_num_seqs,
         "block_size": info.block_size,
-        "speculation": None if speculation is None else msgspec.to_builtins(speculation),
+        "speculation": describe_speculation(speculation),
         "num_drafts": driver.num_drafts,
     }

@@ -11,7 +11,7 @@ import torch
 
 from paceline.bench.geometry import plain
 from paceline.bench.latency import parse_batch_sizes
-from paceline.bench.machine import describe_machine
+from paceline.bench.machine import describe_machine, describe_speculation
 from paceline.bench.prompts import read_prompts
 from paceline.bench.report import Column, Plot, Report
 from paceline.config import EngineConfig
@@ -90,7 +90,7 @@ def run_speculation(
         machine=describe_machine(torch.device(drafted.info.device)),
         settings={
             "model": drafted.info.model,
-            "speculation": msgspec.to_builtins(engine.speculation),
+            "speculation": describe_speculation(engine.speculation),
             "dtype": drafted.info.dtype,
             "prompts": len(prompts),
             "output_len": output_len,
