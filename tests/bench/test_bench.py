@@ -482,3 +482,10 @@ def test_a_report_names_a_bundled_drafter_but_not_where_it_is() -> None:
     own = describe_speculation(SpeculativeConfig(model="some/drafter"))
     assert own is not None and own["model"] == "some/drafter"
     assert describe_speculation(None) is None
+
+
+def test_a_method_beside_a_drafters_geometry_is_not_ignored() -> None:
+    named = EngineConfig.of(speculative_config={"method": "dflash"})
+    engine = with_geometry(named, "qwen3-4b", "dspark-b7")
+    assert engine.speculation is not None
+    assert engine.speculation.method == "dflash", "loading compares it with the drafter's own"

@@ -59,7 +59,7 @@ def with_geometry(engine: EngineConfig, target: str | None, drafter: str | None)
             raise ConfigError(
                 f"Both a drafter ({given.model}) and a drafter's geometry ({drafter}) are named. Name one."
             )
-        speculation = msgspec.structs.replace(given, model=folder, method=None)
+        speculation = msgspec.structs.replace(given, model=folder)
     return msgspec.structs.replace(
         engine,
         model=str(geometry_folder(target)),

@@ -22,7 +22,7 @@ from paceline.engine.messages import (
 from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, EngineDeadError, RequestError
-from paceline.runtime.plan import PendingStep, SpanResult, StepRunner
+from paceline.runtime.plan import DoneStep, PendingStep, SpanResult, StepRunner
 from paceline.sampling.params import validate
 from paceline.sampling.seeds import mix64, sequence_seed
 from paceline.speculation.draft_state import DraftState
@@ -30,16 +30,6 @@ from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
 
 logger = logging.getLogger(__name__)
-
-
-class _Done:
-    """A step whose results are already there."""
-
-    def __init__(self, results: list[SpanResult]) -> None:
-        self._results = results
-
-    def result(self) -> list[SpanResult]:
-        return self._results
 
 
 class EngineCore:
@@ -240,10 +230,8 @@ class EngineCore:
                 results.extend(self.runner.launch(plan).result())
             except Exception as error:
                 logger.exception("One request failed.")
-                results.append(
-                    SpanResult([], error=f"{type(error).__name__}: the step failed for this request.")
-                )
-        return _Done(results)
+                results.append(SpanResult.failed(error))
+        return DoneStep(results)
 
     def _output(self, progress: Progress) -> SequenceOutput:
         sequence = progress.sequence

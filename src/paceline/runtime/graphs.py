@@ -256,6 +256,8 @@ class RoundSet:
         with each span.
         """
         chains = [0] * len(spans)
+        if self._hedging is None:
+            return chains
         hedged = [i for i, span in enumerate(spans) if span.chains][: shape.places]
         for place, i in enumerate(hedged):
             span = spans[i]
@@ -270,7 +272,7 @@ class RoundSet:
 
     def forget_chains(self, spans: Sequence[Span]) -> None:
         """The drafts of these spans are gone, and so are the chains beside them."""
-        for span in spans:
+        for span in spans if self._chains else ():
             self._chains.pop(span.slot, None)
 
     def _shape(self, spans: Sequence[Span], kind: FixedKind) -> RoundShape:

@@ -153,12 +153,32 @@ class SpanResult:
     error: str | None = None
     """Set when this span alone could not be run; everything else is then empty."""
 
+    @staticmethod
+    def failed(error: Exception) -> SpanResult:
+        """Of a span that could not be run."""
+        return SpanResult([], error=f"{type(error).__name__}: the step failed for this request.")
+
 
 class PendingStep(Protocol):
     """A launched step."""
 
     def result(self) -> list[SpanResult]:
         """Wait for the step and return one result per span, in plan order."""
+
+
+class DoneStep:
+    """A step whose results are already there.
+
+    Args:
+        results: one per span, in plan order.
+    """
+
+    def __init__(self, results: list[SpanResult]) -> None:
+        self._results = results
+
+    def result(self) -> list[SpanResult]:
+        """See :meth:`PendingStep.result`."""
+        return self._results
 
 
 class StepRunner(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +22,7 @@ from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.passes import PassSet, RowPass
-from paceline.runtime.plan import PendingStep, Span, SpanResult, StepPlan
+from paceline.runtime.plan import DoneStep, PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
 from paceline.runtime.state import SlotState
@@ -184,7 +184,7 @@ class Runner:
             if part.kind is not None:
                 raise EngineDeadError("A decode round failed after others of its step had run.") from error
             logger.exception("Rows beside a decode round failed; running their sequences one by one.")
-            return _Done([self._run_alone(span, plan.max_context) for span in spans])
+            return DoneStep([self._run_alone(span, plan.max_context) for span in spans])
 
     def _run_alone(self, span: Span, max_context: int) -> SpanResult:
         """One span, whose failure is its own."""
@@ -194,7 +194,7 @@ class Runner:
             raise
         except Exception as error:
             logger.exception("One request failed.")
-            return SpanResult([], error=f"{type(error).__name__}: the step failed for this request.")
+            return SpanResult.failed(error)
         return result
 
     @torch.inference_mode()
@@ -324,17 +324,6 @@ class Runner:
         return copies
 
 
-class _Done:
-    """A step whose results are there."""
-
-    def __init__(self, results: list[SpanResult]) -> None:
-        self._results = results
-
-    def result(self) -> list[SpanResult]:
-        """The results."""
-        return self._results
-
-
 class _Merged:
     """The results of a step that ran in parts, in plan order."""
 
@@ -370,11 +359,10 @@ def _logprobs_to_host(item: LogprobTensors) -> LogprobTensors:
     return LogprobTensors(item.rows, to_host(item.token_ids), to_host(item.logprobs), to_host(item.ranks))
 
 
-def _as_python(item: LogprobTensors, index: int, num_top: int) -> dict[int, Logprob]:
-    """What the user sees of one of the rows; ``num_top`` alternatives were asked for."""
-    return position_logprobs(
-        item.token_ids[index].numpy(), item.logprobs[index].numpy(), int(item.ranks[index]), num_top
-    )
+def _reader(item: LogprobTensors) -> Callable[[int, int], dict[int, Logprob]]:
+    """Maps a row's index, and how many alternatives were asked for, to what the user sees of it."""
+    ids, values, ranks = item.token_ids.numpy(), item.logprobs.numpy(), item.ranks.tolist()
+    return lambda index, top: position_logprobs(ids[index], values[index], ranks[index], top)
 
 
 class _Pending:
@@ -401,7 +389,9 @@ class _Pending:
             result = SpanResult([])
             if span.prompt_rows:
                 result.prompt_logprobs = [
-                    _as_python(part, i, span.prompt_top) for part in parts for i in range(len(part.rows))
+                    read(i, span.prompt_top)
+                    for part, read in ((part, _reader(part)) for part in parts)
+                    for i in range(len(part.rows))
                 ]
             results.append(result)
         if copies.drawn is not None:
@@ -419,6 +409,7 @@ class _Pending:
         owner = [
             i for i in self._host_sampled for _ in range(self._spans[i].drafts + 1)
         ]  # span of each sampled row
+        read = _reader(logprobs)
         for i, row in enumerate(logprobs.rows.tolist()):
             if row < 0:
                 continue
@@ -426,4 +417,4 @@ class _Pending:
             if result.logprobs is None:
                 result.logprobs = []
             if len(result.logprobs) < len(result.tokens):  # rows of rejected drafts have logprobs nobody sees
-                result.logprobs.append(_as_python(logprobs, i, span.top))
+                result.logprobs.append(read(i, span.top))

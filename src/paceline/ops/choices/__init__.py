@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+
+from paceline.ops.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,8 @@ def cache_path(gpu: str) -> Path:
     """Where a table measured on this machine lies."""
     import triton
 
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = f"torch{torch.__version__}_triton{triton.__version__}"
-    return root / "paceline" / "matmul" / f"{_file_name(gpu)}_{versions}.json"
+    return cache_folder("matmul") / f"{_file_name(gpu)}_{versions}.json"
 
 
 def _file_name(gpu: str) -> str:

@@ -9,12 +9,12 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
+from paceline.ops.folders import cache_folder
 
 
 def can_compile() -> bool:
@@ -85,7 +85,7 @@ def compiled(source: str, defines: Mapping[str, int]) -> bytes:
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:32]
-    path = _cache_dir() / f"{key}.cubin"
+    path = cache_folder("cubin") / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -101,11 +101,6 @@ def compiled(source: str, defines: Mapping[str, int]) -> bytes:
     unfinished.write_bytes(code)
     unfinished.replace(path)  # whole or not at all: engines may start side by side
     return code
-
-
-def _cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "paceline" / "cubin"
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
