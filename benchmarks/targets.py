@@ -132,10 +132,10 @@ def run_real(results: Results) -> None:
         config = EngineConfig.of(
             model=str(target),
             device="cuda",
-            max_num_seqs=32,
+            max_num_seqs=16,
             speculative_config={"model": str(drafter), "verify_planner": "off"},
         )
-        report = run_speculation(config, None, 256, 0.0, "1,8,32", 2)
+        report = run_speculation(config, None, 256, 0.0, "1,8,16", 2)
         results.head = {"machine": report.machine, "settings": report.settings}
         for row in report.results:
             results.add(f"real pair, batch {row['batch_size']}", row)
