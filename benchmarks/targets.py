@@ -49,9 +49,11 @@ SMALL_SHAPES = [(1, 32, 24), (4, 32, 24)]
 class Results:
     """Rows of a part, written as they come."""
 
-    def __init__(self, folder: Path, part: str) -> None:
+    def __init__(self, folder: Path, part: str, device: torch.device) -> None:
         self.path = folder / f"targets_{part}.json"
-        self.head: dict[str, Any] = {}
+        machine = describe_machine(device)
+        machine["command"] = f"python benchmarks/targets.py --parts {part}"
+        self.head: dict[str, Any] = {"machine": machine}
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, row: dict[str, Any]) -> None:
@@ -94,10 +96,7 @@ def run_random(results: Results, part: str, repeats: int, small: bool) -> None:
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
     driver = Driver(engine_of(part, small), prepare=False)
-    results.head = {
-        "machine": describe_machine(device),
-        "settings": {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate},
-    }
+    results.head["settings"] = {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate}
     results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})
     driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)
     for shape in SMALL_SHAPES if small else SHAPES:
@@ -136,7 +135,7 @@ def run_real(results: Results) -> None:
             speculative_config={"model": str(drafter), "verify_planner": "off"},
         )
         report = run_speculation(config, None, 256, 0.0, "1,8,16", 2)
-        results.head = {"machine": report.machine, "settings": report.settings}
+        results.head["settings"] = report.settings
         for row in report.results:
             results.add(f"real pair, batch {row['batch_size']}", row)
 
@@ -161,7 +160,7 @@ def main() -> int:
         command = [sys.executable, *sys.argv, "--here", "--parts"]
         return max(subprocess.run([*command, part], check=False).returncode for part in parts)
     (part,) = parts
-    results = Results(args.out, part)
+    results = Results(args.out, part, torch.device("cpu" if args.small else "cuda"))
     if part in DRAFTERS:
         run_random(results, part, args.repeats, args.small)
     elif part == "startup":
