@@ -73,7 +73,7 @@ def linear(
         rows = x.reshape(-1, x.shape[-1])
         width, depth = weight.shape
         if deterministic:
-            config: MatmulConfig | None = fixed_config(len(rows), width, depth)
+            config: MatmulConfig | None = fixed_config(len(rows), width, depth, x.dtype)
         else:
             config = choose("linear", len(rows), width, depth, x.dtype, x.device)
         if config is not None:
@@ -146,11 +146,15 @@ def linear_silu_mul(x: Tensor, weight: Tensor, packed: Tensor | None = None) -> 
     return silu_mul(linear(x, weight, packed=packed))
 
 
-def fixed_config(rows: int, width: int, depth: int) -> MatmulConfig:
+def fixed_config(rows: int, width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
     """The cut of a deterministic product: chunks of the depth by the weight's shape, in few programs or many
-    by the number of rows. Tiles are 64 or 128 rows, which the tensor core takes 64 at a time either way.
+    by the number of rows. Tiles are 64 or 128 rows, which the tensor core takes 64 at a time either way;
+    fp32, which has no tensor core, is summed in order whatever the tile, and larger ones compile for long.
     """
     chunks = max(1, min(_PROGRAMS // -(-width // 64), _MOST_CHUNKS, depth // 256))
+    splits, chunks = (chunks, 1) if rows <= _FEW_ROWS else (1, chunks)
+    if dtype == torch.float32:
+        return MatmulConfig(64, 64, 32, splits, chunks, num_stages=3)
     if rows <= _FEW_ROWS:
-        return MatmulConfig(64, 64, 64, splits=chunks)
+        return MatmulConfig(64, 64, 64, splits)
     return MatmulConfig(128, 128, 64, chunks=chunks, num_warps=8, num_stages=3)

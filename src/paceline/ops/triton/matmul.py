@@ -117,10 +117,11 @@ def _matmul_kernel(
         SWIGLU, EVEN, TMA, SWAP, HEIGHT, BREADTH, BLOCK_K,
     )  # fmt: skip
     if CHUNKS > 1:
-        for _ in range(1, CHUNKS):
-            begin += chunk
+        for i in range(1, CHUNKS):
+            # not carried from chunk to chunk: Triton 3.6 loses a number that only an inner loop's bounds need
+            start = begin + i * chunk
             acc, up_acc = _sum(
-                x, weight, up_weight, x_at, w_at, first_row, first_column, first_column + width, begin, chunk,
+                x, weight, up_weight, x_at, w_at, first_row, first_column, first_column + width, start, chunk,
                 depth, SWIGLU, EVEN, TMA, SWAP, HEIGHT, BREADTH, BLOCK_K,
             )  # fmt: skip
             total += acc
