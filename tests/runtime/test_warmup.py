@@ -11,7 +11,7 @@ from paceline.engine.core import EngineCore
 from paceline.proving.drive import runner_of
 from paceline.runtime.memory import StepLimits
 from paceline.runtime.plan import PendingStep, StepPlan
-from paceline.runtime.runner import Runner
+from paceline.runtime.runner import PROMPT_LOGPROB_ROWS, Runner
 from paceline.runtime.warmup import warm_up
 from paceline.sampling.params import SamplingParams
 from support.engines import complete, golden_core, tokens_of
@@ -66,8 +66,9 @@ def test_a_warm_up_leaves_nothing_behind(drafter: str | None, options: dict[str,
     assert output_of(core) == want
 
 
-def test_its_steps_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(make("dspark_tiny_b7", {}))
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The plans that are launched from now on."""
     plans: list[StepPlan] = []
     launch = Runner.launch
 
@@ -77,29 +78,36 @@ def test_its_steps_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch(self, plan, by_rows=by_rows)
 
     monkeypatch.setattr(Runner, "launch", recorded)
-    warm_up(runner, LIMITS)
-    for plan in plans:
+    return plans
+
+
+def test_its_steps_are_the_largest(launched: list[StepPlan]) -> None:
+    warm_up(runner_of(make("dspark_tiny_b7", {})), LIMITS)
+    *drawing, prompts = launched
+    for plan in drawing:
         assert plan.num_rows == 64 and plan.max_context == 512
         assert [span.drafts for span in plan.spans] == [7] * 4
         assert sum(span.prompt_rows for span in plan.spans) == 64 - 4 * 8
         assert all(span.sample and span.propose and span.top == 20 for span in plan.spans)
         assert all(init.params.logprobs == 20 for init in plan.inits)
-    assert [plan.inits[0].params.greedy for plan in plans] == [True, False]
+    assert [plan.inits[0].params.greedy for plan in drawing] == [True, False]
+    (span,) = prompts.spans
+    assert span.prompt_rows == span.rows == 64 and span.prompt_top == 20 and not span.sample
 
 
-def test_drafts_give_way_to_a_row_for_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [10, 64, 200])
+def test_no_step_scores_more_rows_of_a_prompt(rows: int, launched: list[StepPlan]) -> None:
+    """However many rows a step has: few, some beside those that draw, or as many as are scored at once."""
+    core = golden_core("qwen3_tiny", max_num_seqs=4, max_num_batched_tokens=rows)
+    warm_up(runner_of(core), StepLimits(4, rows, 512, 20))
+    most = max(span.prompt_rows for plan in launched for span in plan.spans)
+    assert min(most, PROMPT_LOGPROB_ROWS) == min(rows, PROMPT_LOGPROB_ROWS)
+
+
+def test_drafts_give_way_to_a_row_for_every_sequence(launched: list[StepPlan]) -> None:
     """A step with fewer rows than drafts could fill."""
-    runner = runner_of(make("dspark_tiny_b7", {}))
-    seen: list[list[int]] = []
-    launch = Runner.launch
-
-    def recorded(self: Runner, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
-        seen.append([span.rows for span in plan.spans])
-        return launch(self, plan, by_rows=by_rows)
-
-    monkeypatch.setattr(Runner, "launch", recorded)
-    warm_up(runner, StepLimits(4, 16, 512, 20, num_drafts=7))
-    assert seen[0] == [8, 6, 1, 1]
+    warm_up(runner_of(make("dspark_tiny_b7", {})), StepLimits(4, 16, 512, 20, num_drafts=7))
+    assert [span.rows for span in launched[0].spans] == [8, 6, 1, 1]
 
 
 @pytest.mark.parametrize(("asked", "reckoned"), [(-1, 320), (0, 0), (5, 5), (5000, 320)])
@@ -111,5 +119,6 @@ def test_whole_vocabularies_are_not_reported_for_every_row(
     monkeypatch.setattr(Runner, "launch", lambda self, plan, by_rows: seen.append(plan))
     warm_up(runner, StepLimits(4, 64, 512, asked))
     for plan in seen:
-        assert {span.top for span in plan.spans} == {span.prompt_top for span in plan.spans} == {reckoned}
+        assert {span.top for span in plan.spans if span.sample} <= {reckoned}
+        assert {span.prompt_top for span in plan.spans} == {reckoned}
         assert {init.params.logprobs for init in plan.inits} == {reckoned}

@@ -17,7 +17,7 @@ import torch
 from paceline.runtime.captures import RESTORE_ROWS
 from paceline.runtime.memory import StepLimits
 from paceline.runtime.plan import DraftUpdates, Restore, SlotInit, Span, StepPlan, TableUpdate
-from paceline.runtime.runner import Runner
+from paceline.runtime.runner import PROMPT_LOGPROB_ROWS, Runner
 from paceline.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,19 @@ def settle(runner: Runner, limits: StepLimits) -> None:
 
 
 def warm_up(runner: Runner, limits: StepLimits) -> None:
-    """Run the largest steps, greedy and at random. Nobody may hold a slot or a block yet."""
+    """Run the largest steps: drawing greedily and at random, and with the most rows of prompts. Nobody may
+    hold a slot or a block yet.
+    """
     block = runner.cache.k.shape[1] - 1
-    vocab_size = runner.model.config.vocab_size
-    spans = _spans(limits, vocab_size)
-    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}]
-    for way in ways:
-        params = SamplingParams(logprobs=_top(limits, vocab_size), **EVERYTHING, **way)
+    top = _top(limits, runner.model.config.vocab_size)
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    random: dict[str, Any] = {"top_k": 50, "top_p": 0.9, "min_p": 0.1}
+    drawing = _drawing(limits, top)
+    steps = [(drawing, greedy), (drawing, random)]
+    if drawing[0].prompt_rows < PROMPT_LOGPROB_ROWS:  # more are scored at once where nobody draws
+        steps.append((_prompts(limits, top), greedy))
+    for spans, way in steps:
+        params = SamplingParams(logprobs=top, **EVERYTHING, **way)
         runner.launch(_step(runner, limits, spans, params, block), by_rows=True)
     runner.state.clear()
 
@@ -79,9 +85,8 @@ def _top(limits: StepLimits, vocab_size: int) -> int:
     return min(wanted, MOST_LOGPROBS, vocab_size)
 
 
-def _spans(limits: StepLimits, vocab_size: int) -> list[Span]:
+def _drawing(limits: StepLimits, top: int) -> list[Span]:
     """Every sequence draws and verifies as many drafts as fit; the first also compute the rows left over."""
-    top = _top(limits, vocab_size)
     left = limits.max_num_batched_tokens - limits.max_num_seqs
     spans = []
     for slot in range(limits.max_num_seqs):
@@ -92,6 +97,18 @@ def _spans(limits: StepLimits, vocab_size: int) -> list[Span]:
         span.prompt_rows = min(left, limits.max_model_len - span.rows)
         span.rows += span.prompt_rows
         left -= span.prompt_rows
+    return spans
+
+
+def _prompts(limits: StepLimits, top: int) -> list[Span]:
+    """Every row is a prompt's, and reports log-probabilities."""
+    left = limits.max_num_batched_tokens
+    spans = []
+    for slot in range(limits.max_num_seqs):
+        rows = min(left, limits.max_model_len - 1)
+        left -= rows
+        if rows:
+            spans.append(Span(slot, rows, sample=False, prompt_rows=rows, prompt_top=top))
     return spans
 
 
