@@ -94,7 +94,7 @@ def test_nothing_is_allocated_after_start_up(draft_state: str | None) -> None:
     assert in_use() <= SHARE * total
 
 
-@pytest.mark.parametrize("sizes", [(1, 512), (3, 64), (64, 576)])
+@pytest.mark.parametrize("sizes", [(1, 512), (3, 64), (5, 128), (64, 576)])
 def test_small_limits_are_no_exception(sizes: tuple[int, int]) -> None:
     """Few sequences: other ways to draw are then the largest."""
     core = engine("paged", max_num_seqs=sizes[0], max_num_batched_tokens=sizes[1], num_blocks=4096)
