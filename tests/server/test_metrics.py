@@ -65,6 +65,20 @@ def test_scrape_of_a_dead_engine(api: Api, scripted: ScriptedEngine) -> None:
     assert values["paceline:request_success_total:stop"] == 1
 
 
+def test_scrape_of_a_busy_engine(api: Api, scripted: ScriptedEngine) -> None:
+    """One in a long step is shown as it was last seen, until it counts as stuck."""
+    scripted.busy = True
+    assert _samples(api.get("/metrics").text)["paceline:engine_up"] == 0  # it was never seen
+    scripted.busy = False
+    api.get("/metrics")
+    scripted.busy = True
+    values = _samples(api.get("/metrics").text)
+    assert values["paceline:engine_up"] == 1
+    assert values["paceline:num_requests_running"] == 2
+    scripted.dead = True
+    assert _samples(api.get("/metrics").text)["paceline:engine_up"] == 0
+
+
 def test_times_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
     monkeypatch.setattr("paceline.observability.metrics.time.monotonic", lambda: clock)

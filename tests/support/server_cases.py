@@ -31,6 +31,7 @@ class ScriptedEngine:
         requests: what arrived.
         aborted: ids of requests whose stream was closed before its end.
         dead: answer as an engine that is down.
+        busy: in a step that does not end: nothing is answered.
         fail_after: raise ``failure`` after this many steps.
         hold: called before every step; awaiting in it stalls the engine.
     """
@@ -56,6 +57,7 @@ class ScriptedEngine:
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.dead = False
+        self.busy = False
         self.fail_after: int | None = None
         self.failure: Exception = EngineDeadError("The engine stopped: test.")
         self.hold: Callable[[int], Any] | None = None
@@ -112,6 +114,8 @@ class ScriptedEngine:
 
     async def stats(self) -> EngineStats:
         await self.health()
+        if self.busy:
+            await asyncio.Future()
         return EngineStats(
             num_running=2, num_waiting=1, kv_cache_usage=0.25, prefix_queries=10, prefix_hits=4
         )

@@ -3,6 +3,7 @@ result."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,10 @@ from paceline.server.schema import (
     TokenizeRequest,
     parse,
 )
-from paceline.server.streaming import ClientLeftError, EventStream, alive, collect, events, unless_left
+from paceline.server.streaming import ClientLeftError, EventStream, collect, events, unless_left
 
-STATS_TIMEOUT_S = 5.0
-"""How long /metrics waits for the engine, which answers between two steps."""
+STATS_TIMEOUT_S = 0.25
+"""How long /metrics waits for the engine, which answers between two steps. Then its last answer stands."""
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -217,7 +218,10 @@ def _add_operation(router: APIRouter, service: Service) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         try:
-            service.metrics.update(await alive(service.client.stats(), STATS_TIMEOUT_S))
+            try:
+                service.metrics.update(await asyncio.wait_for(service.client.stats(), STATS_TIMEOUT_S))
+            except TimeoutError:
+                await service.client.health()
         except EngineDeadError:
             service.metrics.update(None)
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)

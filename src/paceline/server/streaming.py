@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine.frontend import RequestState
 from paceline.engine.outputs import RequestOutput
-from paceline.errors import EngineDeadError
 from paceline.observability.metrics import Metrics, RequestObserver
 from paceline.server.engine_client import EngineClient
 from paceline.server.errors import error_content, error_response
@@ -193,11 +192,3 @@ class EventStream(Response):
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-
-
-async def alive(read: Awaitable[_T], timeout_s: float) -> _T | None:
-    """The result of asking the engine, or None when it is down or does not answer in time."""
-    try:
-        return await asyncio.wait_for(read, timeout_s)
-    except (EngineDeadError, TimeoutError):
-        return None
