@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,23 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 
+PROGRAM = ["-m", "paceline.cli.main"]
+IMPATIENT = [
+    "-c",
+    "from paceline.server import run; run.GRACE_S = run.GRACE_TO_SEND_S = 0.3; "
+    "from paceline.cli.main import main; main()",
+]
 FLAGS = ["--load-format", "dummy", "--port", "0", "--threads", "1", "--served-model-name", "mini"]
 
 
 class LiveServer:
     """A server process and what it printed."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, program: Sequence[str] = PROGRAM) -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.cli.main", "serve", str(folder), *FLAGS, *flags],
+                [sys.executable, *program, "serve", str(folder), *FLAGS, *flags],
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
@@ -339,6 +345,27 @@ def _signal_twice(live: LiveServer) -> None:
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert whole.result().status_code == 503 and envelope(whole.result())["code"] == "engine_dead"
     live.process.wait(30)
+
+
+def test_a_client_that_stops_reading_is_hung_up_on(tmp_path: Path) -> None:
+    live = LiveServer(_folder(tmp_path), program=IMPATIENT)
+    try:
+        body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 8, "logprobs": 5, "stream": True}
+        address = ("127.0.0.1", int(live.url.rpartition(":")[2]))
+        with socket.socket() as client, live.http:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(address)
+            content = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+            client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + content)
+            assert client.recv(12) == b"HTTP/1.1 200"
+            live.wait_for("generation_tokens_total", 8 * 500)  # most of them have nowhere to go
+            live.process.send_signal(signal.SIGTERM)
+            assert live.process.wait(30) == 0
+    finally:
+        live.process.kill()
+    log = live.log.read_text()
+    assert "connections cut off: 1" in log and "Traceback" not in log, log
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, server: LiveServer) -> None:

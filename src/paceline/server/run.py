@@ -24,7 +24,9 @@ GRACE_S = 5
 """Seconds that requests in flight get to finish once the server is told to stop. Then, or when it is told
 again, the engine is closed, which ends each of them with an error of its own."""
 GRACE_TO_SEND_S = 2
-"""Seconds that clients then get to read it."""
+"""Seconds that clients then get to read it. Who has not is hung up on."""
+GRACE_TO_LEAVE_S = 1
+"""Seconds after which uvicorn cancels what has not noticed even that."""
 KEEP_ALIVE_S = 75
 """Idle seconds before a connection is closed. Longer than common client pools and proxies keep theirs (60),
 so that none of them sends a request into a connection that is just being closed."""
@@ -32,11 +34,23 @@ so that none of them sends a request into a connection that is just being closed
 
 class _Server(uvicorn.Server):
     """uvicorn, with signals left to ``_serve``: its own handling would end the process before the engine is
-    closed."""
+    closed. And clients that stop reading do not hold up the end: it would cancel their requests, which looks
+    like errors of the app."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        hang_up = asyncio.get_running_loop().call_later(GRACE_S + GRACE_TO_SEND_S, self._hang_up)
+        await super().shutdown(sockets)
+        hang_up.cancel()
+
+    def _hang_up(self) -> None:
+        open_still = list(self.server_state.connections)
+        logger.warning("Clients did not read their answers; connections cut off: %d", len(open_still))
+        for connection in open_still:
+            connection.transport.abort()
 
 
 def serve_forever(engine: EngineConfig, frontend: FrontendOptions, options: ServeOptions) -> None:
@@ -74,7 +88,7 @@ async def _serve(
             log_level=options.uvicorn_log_level,
             access_log=options.uvicorn_log_level in ("debug", "info", "trace"),
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S + GRACE_TO_SEND_S,
+            timeout_graceful_shutdown=GRACE_S + GRACE_TO_SEND_S + GRACE_TO_LEAVE_S,
             server_header=False,
         )
         server = _Server(config)
