@@ -172,6 +172,53 @@ def test_a_prefix_hit_skips_full_blocks_only() -> None:
         assert run(core).cached[name] == cached, name
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("budget", [16, 64])
+def test_a_prefix_that_many_bring_at_once_is_computed_once(budget: int, lookahead: int) -> None:
+    """Whoever comes second waits for the first one's blocks, chunk by chunk, and goes its own way where they
+    part; a stranger behind them does not wait.
+    """
+    core, device = make_core(num_blocks=256, budget=budget, lookahead=lookahead)
+    shared = [i % 90 for i in range(40)]
+    prompts = {f"r{i}": [*shared, 50 + i, 51 + i] for i in range(6)}
+    prompts["half"] = [*shared[:20], 91, 92, 93, 94, 95]
+    for name, prompt in prompts.items():
+        core.add(request(name, prompt, max_tokens=3))
+    prompts["stranger"] = [95, 94]
+    core.add(request("stranger", prompts["stranger"], max_tokens=3))
+    out = run(core)
+    for name, prompt in prompts.items():
+        assert out.tokens[name, 0] == expected_output(prompt, sequence_seed(7, 0), 3, VOCAB)
+    assert [out.cached[name] for name in prompts] == [0, 40, 40, 40, 40, 40, 20, 0]
+    first = device.plans[0].spans
+    assert len(first) == 2 if budget == 64 else len(first) == 1  # the first, and who shares nothing
+    prefill = sum(span.rows for plan in device.plans for span in plan.spans) - 8 * 2
+    assert prefill == 42 + 5 * 2 + 5 + 2
+
+
+def test_nobody_waits_for_a_prefix_that_will_not_be_shared() -> None:
+    """Without a cache, for a request that needs every row itself, and once the one waited for is gone."""
+    shared = [i % 90 for i in range(40)]
+    core, device = make_core(budget=128, caching=False)
+    for name in "ab":
+        core.add(request(name, shared, max_tokens=1))
+    run(core)
+    assert [len(plan.spans) for plan in device.plans] == [2]
+
+    core, device = make_core(budget=128)
+    core.add(request("a", shared, max_tokens=1))
+    core.add(request("b", shared, max_tokens=1, prompt_logprobs=1))
+    core.step()
+    assert [len(plan.spans) for plan in device.plans] == [2]
+
+    core, device = make_core(budget=16)
+    for name in "ab":
+        core.add(request(name, shared, max_tokens=1))
+    core.step()
+    core.abort(["a"])
+    assert run(core).cached["b"] == 16, "what was computed stays"
+
+
 def test_first_come_first_served_and_priority() -> None:
     core, device = make_core(slots=1)
     core.add(request("first", [1, 2], max_tokens=2))

@@ -64,6 +64,7 @@ class BlockPool:
     Attributes:
         num_queried_tokens: tokens that ``match`` was asked about since the start.
         num_hit_tokens: those it found cached.
+        version: changes whenever another set of blocks can be matched.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.version = 0
         self.hasher = LineageHasher(block_size, hash_key)
         self._on_event = on_event
         self._refs = [0] * num_blocks
@@ -123,6 +125,7 @@ class BlockPool:
         if len(self._free) != self.num_blocks:
             return False
         self._index.clear()
+        self.version += 1
         self._lineages = [None] * self.num_blocks
         if self.enable_caching:
             self._emit(CacheCleared())
@@ -185,6 +188,7 @@ class BlockPool:
             lineage = self._lineages[block]
             if lineage is not None:
                 del self._index[lineage.hash]
+                self.version += 1
                 self._lineages[block] = None
                 self._emit(BlockRemoved(lineage.hash, block))
             self._refs[block] = 1
@@ -268,6 +272,7 @@ class BlockPool:
 
     def _publish(self, block: int, lineage: Lineage) -> None:
         self._index[lineage.hash] = block
+        self.version += 1
         if self._on_event is not None:  # unpacking tokens is not free
             self._on_event(
                 BlockStored(lineage.hash, lineage.parent, self.hasher.unpack(lineage.packed), block)

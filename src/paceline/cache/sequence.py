@@ -38,17 +38,35 @@ class SequenceBlocks:
         self._in_flight: deque[int] = deque()
         self._num_known = 0  # leading blocks that are shared, registered or known duplicates
         self._released = False
+        self._found: tuple[tuple[int, int], list[int]] | None = None  # and when it was found
 
     def match_length(self, tokens: Sequence[int]) -> int:
         """Tokens ``match`` would find cached now. Takes nothing and counts nothing: for admission."""
-        return len(self._pool.find(self.chain, tokens)) * self._pool.block_size
+        return len(self._find(tokens)) * self._pool.block_size
+
+    def missing(self, tokens: Sequence[int]) -> bytes | None:
+        """Identity of the first block that ``match`` would not find; None if it finds all it may."""
+        found = len(self._find(tokens))
+        hashed = self.chain.hashes[: (len(tokens) - 1) // self._pool.block_size]
+        return hashed[found] if found < len(hashed) else None
+
+    def coming(self, tokens: Sequence[int]) -> bytes | None:
+        """Identity of the block this sequence will register next; None while its tokens are not known."""
+        if not self._pool.enable_caching or len(tokens) < (self._num_known + 1) * self._pool.block_size:
+            return None
+        self.chain.extend(tokens, self._num_known + 1)
+        return self.chain.hashes[self._num_known]
+
+    def hash_prefix(self, tokens: Sequence[int]) -> None:
+        """Hash all blocks that ``match`` may look up, ahead of it."""
+        self.chain.extend(tokens, (len(tokens) - 1) // self._pool.block_size)
 
     def admission_cost(self, tokens: Sequence[int], rows: int, max_blocks: int | None = None) -> int:
         """Free blocks that ``match(tokens, max_blocks)`` and then ``reserve(rows)`` would take.
 
         Matched blocks that nobody holds are among them: taking one lowers ``num_free`` like any other.
         """
-        found = self._pool.find(self.chain, tokens)[:max_blocks]
+        found = self._find(tokens)[:max_blocks]
         return -(-rows // self._pool.block_size) + self._pool.count_free(found)
 
     def match(self, tokens: Sequence[int], max_blocks: int | None = None) -> int:
@@ -63,7 +81,7 @@ class SequenceBlocks:
         """
         self._require_empty("match")
         known = len(self.chain.hashes)
-        found = self._pool.find(self.chain, tokens)[:max_blocks]
+        found = self._find(tokens)[:max_blocks]
         self.chain.verify(tokens, 0, min(known, len(found)))  # those hashed when it was asked about before
         self._adopt(found)
         self._pool.num_queried_tokens += len(tokens) if self._pool.enable_caching else 0
@@ -161,6 +179,13 @@ class SequenceBlocks:
         self.ids = []
         self.computed = self.reserved = 0
         self._in_flight.clear()
+
+    def _find(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that match now. Admission asks several times in a row."""
+        now = self._pool.version, len(tokens)
+        if self._found is None or self._found[0] != now:
+            self._found = now, self._pool.find(self.chain, tokens)
+        return self._found[1]
 
     def _settle(self) -> None:
         """Forget the oldest reservation and give back the tail blocks that no row in flight can reach."""

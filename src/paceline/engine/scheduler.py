@@ -322,12 +322,12 @@ class Scheduler:
 
     def _admit(self, step: PlannedStep, budget: int) -> None:
         held_back: list[Sequence] = []
-        while self._waiting and budget > 0 and self._free_slots and self.pool.num_free > 0:
+        coming = {block for s in self._running if (block := s.blocks.coming(s.tokens)) is not None}
+        while self._waiting and budget > 0 and self.pool.num_free > 0:
+            if len(held_back) >= len(self._free_slots):
+                break
             sequence = self._waiting[0][1]
-            leader = sequence.leader
-            if leader is not None and not self._prompt_ready(leader):
-                # Its prompt is being computed by its leader right now; sharing is cheaper than racing. It
-                # blocks nobody.
+            if self._should_wait(sequence, coming):
                 heapq.heappop(self._waiting)
                 held_back.append(sequence)
                 continue
@@ -354,8 +354,24 @@ class Scheduler:
             )
             self._append(step, sequence, claim)
             budget -= claim.rows
+            if (block := sequence.blocks.coming(sequence.tokens)) is not None:
+                coming.add(block)
         for sequence in held_back:
             self.add(sequence)
+
+    def _should_wait(self, sequence: Sequence, coming: set[bytes]) -> bool:
+        """Whether the next block it would compute is being computed right now, by its leader or by anyone who
+        shares its prefix: sharing is cheaper than racing. Who waits blocks nobody.
+        """
+        if sequence.leader is not None and not self._prompt_ready(sequence.leader):
+            return True
+        if not coming or self._wants_prompt_logprobs(sequence):
+            return False
+        if sequence.awaited in coming:
+            sequence.blocks.hash_prefix(sequence.tokens)  # meanwhile, so that it starts at once
+            return True
+        sequence.awaited = sequence.blocks.missing(sequence.tokens)
+        return sequence.awaited in coming
 
     @staticmethod
     def _prompt_ready(leader: Sequence) -> bool:

@@ -62,6 +62,8 @@ class Sequence:
     """Of every prompt token but the first, as far as forwarded, when the request asked."""
     error: str | None = None
     """With finish_reason ``error``: what went wrong."""
+    awaited: bytes | None = None
+    """Identity of the block it was missing when it last waited for another sequence to compute it."""
     tenancy: int = 0
     """How often the sequence has given up a slot."""
     drafted: int = 0
