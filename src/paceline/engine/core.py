@@ -228,6 +228,8 @@ class EngineCore:
         for plan in planned.plan.split():
             try:
                 results.extend(self.runner.launch(plan).result())
+            except EngineDeadError:
+                raise
             except Exception as error:
                 logger.exception("One request failed.")
                 results.append(SpanResult.failed(error))

@@ -14,6 +14,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
 from paceline.engine.round_times import TimingLimits, time_rounds
 from paceline.engine.scheduler import DraftLimits
+from paceline.errors import ConfigError
 from paceline.speculation.capture_cache import CaptureCache
 from paceline.speculation.controller import HedgeController
 from paceline.speculation.costs import RoundCosts
@@ -68,6 +69,7 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
     if built.num_drafts and config.load_format != "dummy":
         _check_drafter(config, built, info)
     core = _assemble(config, built, info, lookahead, _planner(config, built), _hedger(config, built))
+    _refuse_failing_drafter(config, built)
     info.ready_s = time.perf_counter() - started
     logger.info("Engine ready in %.2f s", info.ready_s)
     return core
@@ -127,6 +129,17 @@ def _check_drafter(config: EngineConfig, built: Built, info: EngineInfo) -> None
     assert speculation is not None and speculation.model is not None
     if prompt is not None and speculation.synthetic_accept_length is None:
         self_check(_assemble(config, built, info, 0), prompt, speculation.model)
+
+
+def _refuse_failing_drafter(config: EngineConfig, built: Built) -> None:
+    """A drafter that failed while the engine was made will fail again; while serving nobody would see it."""
+    drafting = built.runner.drafting
+    if drafting is not None and drafting.failure is not None:
+        assert config.speculation is not None
+        raise ConfigError(
+            f"The drafter {config.speculation.model} does not run on {built.device} ({drafting.failure}). "
+            "Name another one, or serve without."
+        )
 
 
 def _assemble(

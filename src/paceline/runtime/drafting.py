@@ -4,18 +4,22 @@ The drafter's K/V of a token lie in tensors of their own, and are written after 
 every row. *Paged* draft state puts them under the block ids of the target: whatever shares, reuses or frees a
 target block does the same for the draft state, and a prefix hit needs no work. *Captured* draft state gives
 each sequence blocks of its own, and keeps the tap rows of full blocks to rebuild them from.
+
+Nothing that goes wrong with a drafter ends a request: whatever then stands in the places of its drafts is
+verified like any drafts, and refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter, DraftSlots
 from paceline.ops import RowLayout, RowNoise, cache_slots
@@ -25,6 +29,8 @@ from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
+
+logger = logging.getLogger(__name__)
 
 
 class Hedging(NamedTuple):
@@ -57,6 +63,7 @@ class DraftStage:
         capture_rows: the store of tap rows.
         hedges: [S + 1, positions, num_drafts] int32, the hedge chains of each slot beside its drafts, as far
             as they were made with them.
+        failure: what went wrong last, in words; None for nothing so far.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class DraftStage:
         few_rows: FewRows | None = None,
         hedge_positions: Sequence[int] = (),
     ) -> None:
+        self.failure: str | None = None
+        self._num_failures = 0
         self._few_rows = few_rows
         self.drafter = drafter
         self.cache = cache
@@ -100,9 +109,10 @@ class DraftStage:
         """
         if self._captures is None:
             return
-        self._captures.apply(updates)
-        for taps, positions, kv_slots in self._captures.restored(updates.restores):
-            self._write(taps, positions, kv_slots)
+        with self._forgiven():
+            self._captures.apply(updates)
+            for taps, positions, kv_slots in self._captures.restored(updates.restores):
+                self._write(taps, positions, kv_slots)
 
     def write_context(self, taps: Tensor, layout: RowLayout) -> None:
         """Write the draft K/V of the step's rows, and capture them.
@@ -115,11 +125,11 @@ class DraftStage:
             layout: whose rows these are.
         """
         captures = self._captures
-        if captures is not None:
-            captures.capture(taps, layout)
-        self._write(
-            taps, layout.positions, layout.kv_slots if captures is None else captures.kv_slots(layout)
-        )
+        with self._forgiven():
+            if captures is not None:
+                captures.capture(taps, layout)
+            kv_slots = layout.kv_slots if captures is None else captures.kv_slots(layout)
+            self._write(taps, layout.positions, kv_slots)
 
     def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Draft K/V of tap rows [R, n * d] into cache slots [R]."""
@@ -156,14 +166,24 @@ class DraftStage:
             unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
                 them is not used, and is written to the scratch block.
             hedging: which of them get hedge chains beside their drafts; None for none.
+        """
+        with self._forgiven():
+            self._propose(slots, count, max_context, noise, unreserved, hedging)
 
-        Raises:
-            EngineDeadError: anything went wrong: the step's tokens already stand, so it cannot be run again.
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """What goes wrong here is logged, now and then, and costs drafts. Unless a graph is captured: half of
+        one would be replayed for ever.
         """
         try:
-            self._propose(slots, count, max_context, noise, unreserved, hedging)
+            yield
         except Exception as error:
-            raise EngineDeadError("Drafting failed after the tokens of its step stood.") from error
+            if self._state.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise
+            self.failure = f"{type(error).__name__}: {error}"
+            self._num_failures += 1
+            if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, …
+                logger.exception("Drafting failed, %d times by now; its drafts are lost.", self._num_failures)
 
     def _propose(
         self,

@@ -16,7 +16,7 @@ from paceline.errors import EngineDeadError
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
-from paceline.runtime.acceptance import count_accepted
+from paceline.runtime.acceptance import Verified, count_accepted
 from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
@@ -28,7 +28,7 @@ from paceline.runtime.staging import Staging, to_host
 from paceline.runtime.state import SlotState
 from paceline.sampling.logprobs import Logprob, position_logprobs
 from paceline.sampling.sampler import LogprobTensors, SampleRows, sample, score
-from paceline.sampling.state import FixedKind, SamplingState
+from paceline.sampling.state import SamplingState
 from paceline.speculation.hedging import HedgeLimits
 
 logger = logging.getLogger(__name__)
@@ -139,11 +139,10 @@ class Runner:
         round.
 
         The slots' lengths advance after everything that may fail for one request alone: a launch that raises
-        has changed nothing that a second one would not redo.
+        has changed nothing that a second one would not redo. What fails for the drafter costs only drafts.
 
         Raises:
-            EngineDeadError: it failed after lengths had advanced (drafting, or a later part of a step in
-                parts), and cannot be run again.
+            EngineDeadError: it failed after lengths had advanced, and cannot be run again.
         """
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
@@ -172,17 +171,22 @@ class Runner:
         return PassSet(make, None if self.rounds is None else self.rounds.where)
 
     def _run_part(self, plan: StepPlan, part: Part, *, is_first: bool) -> PendingStep:
-        """Run some spans of a step. Once others have run, the step as a whole cannot be run again."""
+        """Run some spans of a step: as a round where that works, else by rows. Once others have run, the step
+        as a whole cannot be run again.
+        """
         spans = [plan.spans[i] for i in part.spans]
+        if part.kind is not None and self.rounds is not None:
+            try:
+                output, chains = self.rounds.run(spans, part.kind)
+            except Exception:
+                logger.exception("A decode round failed; its sequences run row by row.")
+            else:
+                return self._round_results(spans, output, chains)
         try:
-            if part.kind is None or self.rounds is None:
-                return self._run_rows(spans, plan.max_context)
-            return self._run_round(self.rounds, spans, part.kind)
+            return self._run_rows(spans, plan.max_context)
         except Exception as error:
             if is_first or isinstance(error, EngineDeadError):
                 raise
-            if part.kind is not None:
-                raise EngineDeadError("A decode round failed after others of its step had run.") from error
             logger.exception("Rows beside a decode round failed; running their sequences one by one.")
             return DoneStep([self._run_alone(span, plan.max_context) for span in spans])
 
@@ -201,11 +205,14 @@ class Runner:
     def prepare(self) -> bool:
         """Capture one more decode round, or short pass. See :class:`paceline.runtime.plan.StepRunner`."""
         parts = (self.rounds, self.passes)
-        return any(part is not None and part.prepare() for part in parts)
+        try:
+            return any(part is not None and part.prepare() for part in parts)
+        except Exception:
+            logger.exception("A graph could not be captured; steps that need it run without.")
+            return False
 
-    def _run_round(self, rounds: RoundSet, spans: Sequence[Span], kind: FixedKind) -> _Pending:
-        """Spans of anchors and drafts, as one fixed-shape round."""
-        output, chains = rounds.run(spans, kind)
+    def _round_results(self, spans: Sequence[Span], output: Verified, chains: Sequence[int]) -> _Pending:
+        """Of spans of anchors and drafts that ran as one fixed-shape round."""
         count, width = len(spans), output.sampled.shape[1]
         logprobs = None
         if output.logprobs is not None and any(self.state.sampling.reports(span.slot) for span in spans):
@@ -310,14 +317,17 @@ class Runner:
         prompt: list[list[LogprobTensors]],
         won: Tensor | None = None,
     ) -> _Copies:
-        """Start copying a step's results to the host."""
-        copies = _Copies(
-            drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
-            won=None if won is None else to_host(won),
-            logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
-            prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
-            done=None,
-        )
+        """Start copying a step's results to the host. Its tokens stand already."""
+        try:
+            copies = _Copies(
+                drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
+                won=None if won is None else to_host(won),
+                logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
+                prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
+                done=None,
+            )
+        except Exception as error:
+            raise EngineDeadError("The results of a step are lost, and its tokens stand.") from error
         if self.device.type == "cuda":
             copies.done = torch.cuda.Event()
             copies.done.record()
