@@ -21,7 +21,8 @@ from paceline.bench.driver import Driver, random_prompts
 from paceline.bench.geometry import with_geometry
 from paceline.bench.machine import describe_machine
 from paceline.config import EngineConfig
-from paceline.speculation.planner import Batch, Decision, Planner
+from paceline.speculation.decision import Batch, Decision
+from paceline.speculation.planner import Planner
 
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
 PROMPT_LEN = 128

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.engine.core import EngineCore
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.planner import Batch, Decision, Planner
+from paceline.speculation.decision import Batch, Decision
+from paceline.speculation.planner import Planner
 from support.engines import complete, golden_core, golden_prompts, tokens_of
 
 PROMPTS = golden_prompts(12)

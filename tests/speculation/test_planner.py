@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.speculation.costs import Measured, Round, RoundCosts
-from paceline.speculation.planner import UNIT, Batch, Planner, allot, expected_tokens
+from paceline.speculation.costs import Measured, Round, RoundCosts, fewer_drafts
+from paceline.speculation.decision import Batch
+from paceline.speculation.planner import UNIT, Planner, allot, expected_tokens
 from paceline.speculation.survival import Survival
 from support.round_world import CONTEXT, NUM_DRAFTS, TIERS, World
 
@@ -33,7 +34,7 @@ def test_costs_between_and_beyond_measured_rounds() -> None:
     assert costs.seconds(Round(4, 2, True), 100) == pytest.approx(0.014)
     assert costs.seconds(Round(4, 2, False), 100) == pytest.approx(0.012)
     assert costs.seconds(Round(16, 4, True), 100) == pytest.approx(0.082)
-    assert costs.counts(3) == (1, 2, 4)
+    assert costs.counts(3) == (3, 4)
 
 
 def test_a_tier_costs_what_its_fixed_size_costs() -> None:
@@ -198,6 +199,11 @@ def test_every_depth_is_tried_now_and_then() -> None:
     world.run(32, 2.0, 3000)
     explored = {depth for depth, reason in world.planner.rounds if reason == "exploring"}
     assert explored == {0, *TIERS[32]} - {3}, "3 is what pays"
+
+
+def test_counts_worth_a_choice() -> None:
+    assert [fewer_drafts(count) for count in (1, 3, 4, 5, 7)] == [[], [], [3], [3], [3, 5]]
+    assert fewer_drafts(15) == [3, 5, 7, 11]
 
 
 def test_a_planner_without_counts_in_between() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.speculation.costs import Round
-from support.round_world import TIERS, World, cpu_seconds, gpu_seconds
+from support.round_world import TIERS, World, cpu_seconds, fixed, gpu_seconds, plain
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
@@ -46,7 +46,7 @@ def test_looking_around_costs_a_few_rounds(num_seqs: int, accept_length: float) 
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "accept_length"), [(16, 2.0), (64, 3.5)], ids=["between", "compute bound"]
+    ("num_seqs", "accept_length"), [(64, 3.5), (128, 3.5)], ids=["between", "compute bound"]
 )
 def test_depths_in_between_beat_both(num_seqs: int, accept_length: float) -> None:
     world = World()
@@ -97,3 +97,38 @@ def test_tiers_of_this_world_are_those_that_are_captured() -> None:
     from paceline.runtime.graphs import draft_counts, tiers
 
     assert {size: tuple(draft_counts(size, 7)) for size in tiers(256)} == TIERS
+
+
+TEXT = (2.2, 2.4, 2.6, 3.2, 3.6, 4.0, 4.8, 5.2)
+"""Accept lengths of prompts in one batch, as the bundled pair has them."""
+
+
+@pytest.mark.parametrize(
+    ("device", "num_seqs", "accept_length", "num_tokens"),
+    [
+        ("cpu", 4, None, 64),
+        ("cpu", 8, None, 64),
+        ("cpu", 8, None, 256),
+        ("cpu", 8, 6.0, 64),
+        ("gpu", 4, None, 64),
+        ("gpu", 16, 6.0, 64),
+        ("gpu", 32, None, 64),
+        ("gpu", 64, 3.5, 64),
+        ("gpu", 128, None, 64),
+    ],
+)
+def test_never_slower_where_nothing_refills_a_batch(
+    device: str, num_seqs: int, accept_length: float | None, num_tokens: int
+) -> None:
+    """Sequences start together and nobody waits; those of real text differ."""
+    lengths = [accept_length or TEXT[i % len(TEXT)] for i in range(num_seqs)]
+    batches = max(8, 10000 // (num_seqs * num_tokens))
+
+    def world() -> World:
+        return World(cpu_seconds, tiers=None) if device == "cpu" else World()
+
+    planned = world()
+    planned.serve(lengths, num_tokens, batches)
+    got = planned.serve(lengths, num_tokens, batches)
+    best = max(world().serve(lengths, num_tokens, batches, decide) for decide in (plain, fixed))
+    assert got >= 0.97 * best

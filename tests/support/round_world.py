@@ -7,26 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.speculation.costs import Measured, Round, RoundCosts
-from paceline.speculation.planner import Batch, Planner
+from paceline.speculation.decision import EVERYTHING, Batch, Decision
+from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
 
 NUM_DRAFTS = 7
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-TIERS = {size: (7,) if size < 16 else (3, 7) if size < 24 else (1, 3, 7) for size in SIZES}
+TIERS = {size: (7,) if size < 16 else (3, 5, 7) for size in SIZES}
 CONTEXT = 256
 
 
 def gpu_seconds(round_: Round) -> float:
-    """Like a 4B model on an H200: reading weights sets a floor, beyond some 300 rows each costs."""
-    rows = round_.num_seqs * (round_.num_drafts + 1)
-    verify = 3.0 + 0.009 * rows if rows <= 300 else 5.7 + 0.0225 * (rows - 300)
-    return (verify + (0.6 + 0.032 * round_.num_seqs) * round_.propose) / 1e3
+    """Like a 4B model on an H200, with little context (fitted to measured rounds)."""
+    size, rows = round_.num_seqs, round_.num_seqs * round_.num_drafts
+    plain = 2.9 + 0.0157 * size
+    drafts = 0.0065 * rows + 0.0072 * max(0, rows - 250)
+    return (plain + drafts + (0.75 + 0.0197 * size) * round_.propose) / 1e3
 
 
 def cpu_seconds(round_: Round) -> float:
     """Like the bundled pair on two cores: rows cost from the start, and drafting costs as much."""
     rows = round_.num_seqs * (round_.num_drafts + 1)
-    return (6.2 + 0.42 * rows + (3.0 + 1.1 * round_.num_seqs) * round_.propose) / 1e3
+    return (6.4 + 0.16 * rows + (3.0 + 0.85 * round_.num_seqs) * round_.propose) / 1e3
 
 
 def chance_for(accept_length: float) -> float:
@@ -104,3 +106,74 @@ class World:
             seconds += took
             tokens += num_seqs * float(means[depth])
         return tokens / seconds
+
+    def serve(
+        self,
+        accept_lengths: Sequence[float],
+        num_tokens: int,
+        num_batches: int,
+        decide: Callable[[Batch], Decision] | None = None,
+    ) -> float:
+        """Tokens per second of closed batches: all sequences of one start together, and the next begins when
+        the last of them has ended.
+
+        Args:
+            accept_lengths: of each sequence of a batch, in turn: the order changes from batch to batch.
+            num_tokens: of each sequence.
+            decide: instead of the planner.
+        """
+        num_seqs, total, seconds = len(accept_lengths), 0, 0.0
+        slots, texts = list(range(num_seqs)), np.random.default_rng(num_batches)
+        for _ in range(num_batches):
+            for slot in slots:
+                self.planner.survival.reset(slot)
+            chances = np.array([chance_for(a) for a in texts.permutation(accept_lengths)])
+            right = (
+                texts.random((num_seqs, num_tokens)) < chances[:, None]
+            )  # whether a draft there would stand
+            left = [num_tokens - 1] * num_seqs  # prefill draws the first
+            nobody = Batch([], [], [], 0.0, 10**6, coming=[num_tokens] * num_seqs, refilled=False)
+            drafted = (decide or self.planner.decide)(nobody).propose
+            seconds += self.true_seconds(Round(num_seqs, 0, drafted))
+            drafts = [NUM_DRAFTS * drafted] * num_seqs
+            while any(left):
+                alive = [slot for slot in slots if left[slot]]
+                available = [min(drafts[slot], left[slot] - 1) for slot in alive]
+                batch = Batch(
+                    alive,
+                    available,
+                    [True] * len(alive),
+                    CONTEXT,
+                    10**6,
+                    left=[left[slot] for slot in alive],
+                    refilled=False,
+                )
+                decision = (decide or self.planner.decide)(batch)
+                verified = [min(decision.depth, count) for count in available]
+                accepted = [
+                    int(np.cumprod(right[slot, num_tokens - left[slot] :][:count]).sum())
+                    for slot, count in zip(alive, verified, strict=True)
+                ]
+                propose = [decision.propose and left[slot] - 1 >= 2 for slot in alive]
+                round_ = Round(len(alive), max(verified), any(propose))
+                took = self.true_seconds(round_)
+                if decide is None:
+                    self.planner.committed(decision, alive, verified, accepted)
+                    self.planner.costs.observe(round_, CONTEXT, took * self._rng.normal(1.0, self._noise))
+                seconds += took
+                for i, slot in enumerate(alive):
+                    total += min(accepted[i] + 1, left[slot])
+                    left[slot] -= min(accepted[i] + 1, left[slot])
+                    drafts[slot] = NUM_DRAFTS * propose[i]
+            total += num_seqs
+        return total / seconds
+
+
+def plain(batch: Batch) -> Decision:
+    """Never drafts."""
+    return Decision(0, None, False, "plain is faster")
+
+
+def fixed(batch: Batch) -> Decision:
+    """Always drafts."""
+    return EVERYTHING

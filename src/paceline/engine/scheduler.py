@@ -30,9 +30,10 @@ from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpd
 from paceline.sampling.logprobs import Logprob
 from paceline.speculation.costs import Round
 from paceline.speculation.counters import SpeculationCounters
+from paceline.speculation.decision import EVERYTHING, Batch, Decision
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
 from paceline.speculation.hedging import HedgeCandidate, Hedger
-from paceline.speculation.planner import EVERYTHING, Batch, Decision, Planner
+from paceline.speculation.planner import Planner
 
 
 @dataclass(slots=True)
@@ -143,6 +144,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))[::-1]
+        self._queued = False  # whether the last plan left anyone waiting
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -205,9 +207,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         self._running.sort(key=lambda s: s.order)
         decoding = [s for s in self._running if len(s.tokens) - s.scheduled <= 1]
-        if self.planner is not None:
-            step.decision = self.planner.decide(self._batch(decoding))
         prefilling = [s for s in self._running if len(s.tokens) - s.scheduled > 1]
+        if self.planner is not None:
+            step.decision = self.planner.decide(self._batch(decoding, prefilling))
         preempted = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
         for sequence in (*decoding, *prefilling):
@@ -228,6 +230,7 @@ class Scheduler:
                 budget -= granted.rows
         if not preempted:
             self._admit(step, budget)
+        self._queued = bool(self._waiting)
         if not step.entries:
             return None
         if self.hedger is not None:
@@ -249,15 +252,20 @@ class Scheduler:
             refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
             step.chains = 0 if refused else hedger.chains
 
-    def _batch(self, decoding: Iterable[Sequence]) -> Batch:
-        """The sequences that decode, as the planner sees them."""
+    def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
+        """The sequences that decode, as the planner sees them, and the work beside them."""
         sequences = [s for s in decoding if s.rows_wanted() > 0]
+        arrived = [s for _, s in self._waiting]  # there is a slot for each, unless others wait already
+        refilled = self._queued or len(arrived) > len(self._free_slots)
         return Batch(
             slots=[s.slot for s in sequences],
             available=[self._drafts_in_place(s) for s in sequences],
             can_draft=[s.can_draft for s in sequences],
             context=sum(s.scheduled for s in sequences) / max(len(sequences), 1),
             row_limit=self.max_num_batched_tokens - len(sequences),
+            left=[s.tokens_left for s in sequences],
+            coming=[s.tokens_left for s in (*prefilling, *(() if refilled else arrived))],
+            refilled=refilled,
         )
 
     def _drafts_in_place(self, sequence: Sequence) -> int:

@@ -37,6 +37,7 @@ from paceline.runtime.round import DecodeRound, RoundShape
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FIXED_KINDS, FixedKind
+from paceline.speculation.costs import fewer_drafts
 from paceline.speculation.hedging import HedgeLimits
 
 CAPTURED_KINDS: tuple[FixedKind, ...] = ("greedy", "filtered", "full")
@@ -60,12 +61,10 @@ MEMORY_BOUND_ROWS = 64
 
 def draft_counts(size: int, num_drafts: int) -> list[int]:
     """Drafts per sequence that rounds of ``size`` sequences are captured for, ascending: all of them, and
-    where rows cost time also halves of it, rounded down, so that the planner has a choice.
+    where rows cost time also fewer, so that the planner has a choice.
     """
     counts = [num_drafts] if num_drafts else []
-    while counts and counts[-1] > 1 and size * (counts[-1] + 1) > MEMORY_BOUND_ROWS:
-        counts.append(counts[-1] // 2)
-    return counts[::-1]
+    return fewer_drafts(num_drafts) + counts if size * (num_drafts + 1) > MEMORY_BOUND_ROWS else counts
 
 
 Output = TypeVar("Output")

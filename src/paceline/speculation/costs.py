@@ -34,6 +34,10 @@ MAX_SURPRISE = math.log(4)
 like a trend."""
 
 
+LEAST_DRAFTS = 3
+"""Fewest drafts that a choice offers beside none and all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """A decode step, as far as its cost is concerned.
@@ -64,6 +68,18 @@ class Measured:
     seconds: float
 
 
+def fewer_drafts(num_drafts: int) -> list[int]:
+    """Counts below ``num_drafts`` that are worth a choice, ascending: three quarters, a half, and so on.
+    Where fewer than three pay, none do: drafting them costs as much as drafting all.
+    """
+    counts, least = set(), num_drafts
+    while least > LEAST_DRAFTS:
+        counts.add(3 * least // 4)
+        least = max(least // 2, LEAST_DRAFTS)
+        counts.add(least)
+    return sorted(counts)
+
+
 class RoundCosts:
     """Seconds of a round, for any number of sequences.
 
@@ -85,7 +101,7 @@ class RoundCosts:
         self.num_drafts = num_drafts
         self._tiers = None if tiers is None else {size: tuple(tiers[size]) for size in sorted(tiers)}
         self._tier_sizes = () if self._tiers is None else tuple(self._tiers)
-        self._counts = tuple(num_drafts >> shift for shift in reversed(range(num_drafts.bit_length())))
+        self._counts = (*fewer_drafts(num_drafts), num_drafts)
         items = list(measured)
         self._context = min(item.context for item in items)
         base = {item.round: item.seconds for item in items if item.context == self._context}
@@ -120,8 +136,8 @@ class RoundCosts:
     def counts(self, num_seqs: int) -> Sequence[int]:
         """Draft counts worth a choice for so many sequences, ascending; 0 is left out.
 
-        Where any count could run these are all drafts and halves of it, rounded down: finer steps gain little
-        and each has to be tried now and then.
+        Where any count could run these are a few: finer steps gain little and each has to be tried now and
+        then.
         """
         if self._tiers is None:
             return self._counts

@@ -4,17 +4,19 @@ logic.
 A round of N sequences with up to K drafts each is expected to commit E(K) = Σᵢ (1 + Σⱼ≤K aᵢⱼ) tokens, where
 aᵢⱼ is the chance that draft j of sequence i and all before it stand (``survival.py``), and takes t(N, K)
 seconds (``costs.py``). Drafting pays at the depth K whose rate E(K) / t(N, K) is the highest, and not at all
-when no rate beats the plain round's N / t(N): a drafter then costs nothing but the room it takes.
+when no rate beats the plain round's N / t(N): a drafter then costs nothing but the room it takes. Where nobody
+waits to take the place of sequences that end, the rate is that of all known work until it is done
+(``horizon.py``).
 
 Drafts already in place are sunk cost. So a round runs the depth that gains most over the best rate r that can
 be had in the long run: the largest E(K) - r · t(N, K), as in renewal-reward theory.
 
 What does not run cannot be learnt from: drafts that would stand by now, rounds that take longer or shorter
 than was measured. So now and then the depth that has not run for longest does, plain decoding included, at a
-price: the tokens its extra seconds are worth. It is paid from ``EXPLORE_SHARE`` of all tokens expected, and
-what the round commits beyond its plan is paid back. If drafts have become good, exploring is free and goes on
-at once. The first trials of a depth at a batch size are free too unless they look dear: what was measured may
-be an interpolation, or may have been disturbed.
+price: its extra seconds, and those that the tokens it lacks are worth. It is paid from ``EXPLORE_SHARE`` of
+all seconds, and what the round commits beyond its plan is paid back. If drafts have become good, exploring is
+free and goes on at once. The first trials of a depth at a batch size are free too unless they look dear: what
+was measured may be an interpolation, or may have been disturbed.
 
 With a step in flight all numbers are those of earlier rounds; lengths and acceptance stay on the device, so
 that nothing waits for the choice.
@@ -23,80 +25,34 @@ that nothing waits for the choice.
 from __future__ import annotations
 
 import logging
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.speculation.costs import Round, RoundCosts
+from paceline.speculation.decision import Batch, Decision, Reason
+from paceline.speculation.horizon import long_run_rates
 from paceline.speculation.survival import Survival
 
 logger = logging.getLogger(__name__)
 
 EXPLORE_SHARE = 0.006
-"""Most tokens given up to find out what else would be faster now, as a share of all."""
+"""Most time given up to find out what else would be faster now, as a share of all."""
 FREE_TRIALS = 2
-FREE_EVERY = 16
-FREE_PRICE = 8.0
+FREE_EVERY = 64
+FREE_PRICE = 2.0
 """Trials of a depth that need not be paid for, for each size of batch that costs are known for; the rounds
 between any two of them; and the price up to which they are free, in rounds."""
+SETTLE_EVERY = 8
+"""Rounds after which a choice is looked at again while the batch stays what it is."""
 HYSTERESIS = 0.005
 """Another depth must be so much faster than the present one to be chosen."""
 UNIT = 1 << 30
 """Chances are summed as integers of this unit: a sum must not depend on the order of a batch."""
-
-Reason = Literal["all", "drafts pay", "plain is faster", "exploring"]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The sequences a round decodes, aligned.
-
-    Attributes:
-        slots: who they are.
-        available: drafts in place for each.
-        can_draft: whether its draft state is there.
-        context: mean tokens of context.
-        row_limit: drafts the step has rows for, over all sequences.
-    """
-
-    slots: Sequence[int]
-    available: Sequence[int]
-    can_draft: Sequence[bool]
-    context: float
-    row_limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a step does about drafts.
-
-    Attributes:
-        depth: most drafts verified per sequence.
-        drafts: drafts verified by slot, where rows are too few for ``depth`` of each; else None.
-        propose: whether the next block is drafted.
-        reason: why.
-        expected: tokens the round should commit.
-        baseline: of these, those an exploring round was not paid to find out about.
-        context: mean tokens of context of the sequences.
-    """
-
-    depth: int
-    drafts: Mapping[int, int] | None
-    propose: bool
-    reason: Reason
-    expected: float = 0.0
-    baseline: float = 0.0
-    context: float = 0.0
-
-    def limit(self, slot: int) -> int:
-        """Most drafts ``slot`` may verify."""
-        return self.depth if self.drafts is None else self.drafts.get(slot, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +60,6 @@ class _Trial:
     depth: int
     propose: bool
     baseline: float
-
-
-EVERYTHING = Decision(sys.maxsize, None, True, "all")
-"""Without a planner: all drafts are verified, and the next block is always drafted."""
 
 
 def allot(chances: NDArray[np.int64], slots: Sequence[int], limits: Sequence[int], rows: int) -> list[int]:
@@ -167,7 +119,10 @@ class Planner:
         self.realised_tokens = 0
         self.last: Decision | None = None
         self._depth = costs.num_drafts  # where the last round would have liked to be
-        self._bank = 0.0  # tokens to spend on exploring
+        self._rate = 0.0  # tokens per second there
+        self._settled_for: tuple[int, bool] | None = None
+        self._settled_until = 0
+        self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
         self._last_run: dict[Round, int] = {}
         self._trials: Counter[Round] = Counter()
@@ -176,9 +131,11 @@ class Planner:
 
     def decide(self, batch: Batch) -> Decision:
         """Plan a round. The choice depends on the set of sequences, never on their order."""
-        if not batch.slots:  # only prefill: who gets to its first token drafts if the others did
-            return Decision(0, None, self._depth > 0, "drafts pay" if self._depth else "plain is faster")
         num_seqs = len(batch.slots)
+        rate = self._settle(batch)
+        propose = self._depth > 0
+        if not num_seqs:  # only prefill: who gets to its first token drafts if the next round does
+            return Decision(0, None, propose, "drafts pay" if propose else "plain is faster")
         chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
         now = expected_tokens(chances, batch.available)
 
@@ -186,8 +143,6 @@ class Planner:
             return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
 
         choices = (0, *self.costs.counts(num_seqs))
-        rate = self._settle(chances, batch.can_draft, choices, seconds)
-        propose = self._depth > 0
         reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
         depth = max(choices[: reach + 1], key=lambda k: now[k] - rate * seconds(k, propose))
         trial = self._trial(batch, choices, depth, now, rate, seconds)
@@ -203,6 +158,7 @@ class Planner:
             reason,
             expected=now[chosen.depth],
             baseline=chosen.baseline,
+            rate=rate,
             context=batch.context,
         )
         return self.last
@@ -218,7 +174,7 @@ class Planner:
     ) -> _Trial | None:
         """What to run instead of ``depth`` to learn from it; None to learn nothing this time."""
         num_seqs, propose, in_place = len(batch.slots), self._depth > 0, any(batch.available)
-        self._bank += EXPLORE_SHARE * now[depth]
+        self._bank += EXPLORE_SHARE * seconds(depth, propose)
         began, self._drafted_for = self._drafted_for, 0
         if began and in_place:
             return _Trial(began if began in choices else choices[-1], propose, float(num_seqs))
@@ -239,7 +195,8 @@ class Planner:
             price = now[depth] - sure + rate * (seconds(other, True) - seconds(depth, True))
             trial = _Trial(other, True, sure)
         due = self._trials[kinds[other]] < FREE_TRIALS and self._round >= self._last_free + FREE_EVERY
-        if due and price <= FREE_PRICE * now[depth]:
+        price /= rate
+        if due and price <= FREE_PRICE * seconds(depth, propose):
             self._last_free = self._round
         elif self._bank < price:
             return None
@@ -250,23 +207,24 @@ class Planner:
             self._drafted_for = other
         return trial
 
-    def _settle(
-        self,
-        chances: NDArray[np.int64],
-        can_draft: Sequence[bool],
-        choices: Sequence[int],
-        seconds: Callable[[int, bool], float],
-    ) -> float:
+    def _settle(self, batch: Batch) -> float:
         """Choose the depth that pays best in the long run. Returns its rate in tokens per second."""
-        if not any(can_draft):  # what pays for others is not for these to say
-            return len(can_draft) / seconds(0, False)
-        tokens = expected_tokens(chances, [self.costs.num_drafts * can for can in can_draft])
-        rates = {depth: tokens[depth] / seconds(depth, depth > 0) for depth in choices}
+        num_seqs = len(batch.slots) + len(batch.coming)
+        if not num_seqs:
+            return 0.0
+        if batch.slots and not any(batch.can_draft):  # what pays for others is not for these to say
+            return num_seqs / self.costs.seconds(Round(num_seqs, 0, False), batch.context)
+        work = (num_seqs, batch.refilled)
+        if work == self._settled_for and self._round < self._settled_until:
+            return self._rate
+        self._settled_for, self._settled_until = work, self._round + SETTLE_EVERY
+        rates = long_run_rates(batch, (0, *self.costs.counts(num_seqs)), self.costs, self.survival)
         best = max(rates, key=lambda depth: rates[depth])
         if rates[best] > (1 + HYSTERESIS) * rates.get(self._depth, 0.0):
-            self._log(best, rates, len(can_draft))
+            self._log(best, rates, num_seqs)
             self._depth = best
-        return rates[self._depth]
+        self._rate = rates[self._depth]
+        return self._rate
 
     def _log(self, depth: int, rates: Mapping[int, float], num_seqs: int) -> None:
         if depth != self._depth:
@@ -304,4 +262,4 @@ class Planner:
         self.expected_tokens += decision.expected
         self.realised_tokens += tokens
         if decision.reason == "exploring":
-            self._bank += tokens - decision.baseline
+            self._bank += (tokens - decision.baseline) / decision.rate

@@ -5,10 +5,14 @@ fade, so that what is drafted now weighs more than what was drafted before: over
 sequence, drawn towards the former while there is little to go by. Position by position, because late drafts
 stand less often than their predecessors promise; but where few got so far, the position before says most.
 Nothing is assumed about the drafter; a confidence head is not needed.
+
+Beside the chances, how far sequences differ is learnt from those that ended: the planner needs to know how
+far apart sequences end that start together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,6 +30,13 @@ SHRINKAGE = 64
 """Trials the estimate over all sequences counts for in that of one sequence."""
 NEIGHBOUR = 16
 """Trials the position before counts for."""
+PRIOR_SPREAD = 0.25
+PRIOR_LIVES = 4
+"""How far sequences are believed to differ before any have ended, and for how many ended ones that counts."""
+LIVES = 64
+"""Sequences that ended after which older ones weigh 1/e."""
+MIN_LIFE = 24.0
+"""Tokens expected of a sequence's drafted rounds from which on it tells how sequences differ."""
 PRIOR_CHANCE = 0.95
 PRIOR_TRIALS = 4
 """What is believed before anything was drafted: drafting is worth a try wherever it could pay at all."""
@@ -45,9 +56,18 @@ class Survival:
         self._stood = self._trials * PRIOR_CHANCE
         self._slot_trials = np.zeros((num_slots, num_positions))
         self._slot_stood = np.zeros((num_slots, num_positions))
+        self._slot_got = np.zeros(num_slots)  # tokens that drafted rounds committed
+        self._slot_due = np.zeros(num_slots)  # and those that were expected of them
+        self._variance = PRIOR_SPREAD**2
+        self._lives = 0
 
     def reset(self, slot: int) -> None:
         """Another sequence takes ``slot``: it starts with the estimate over all."""
+        if self._slot_due[slot] >= MIN_LIFE:
+            self._lives += 1
+            found = (self._slot_due[slot] / self._slot_got[slot] - 1.0) ** 2
+            self._variance += (found - self._variance) / min(PRIOR_LIVES + self._lives, LIVES)
+        self._slot_got[slot] = self._slot_due[slot] = 0.0
         self._slot_trials[slot] = 0.0
         self._slot_stood[slot] = 0.0
 
@@ -63,6 +83,10 @@ class Survival:
         trials = (position <= np.minimum(stands, count - 1)).astype(np.float64)
         verified = position < count
         index = np.asarray(slots)
+        due = np.concatenate(([0.0], np.cumsum(self.overall())))
+        drafted = count[:, 0] > 0
+        self._slot_due[index] += drafted * (1.0 + due[count[:, 0]])
+        self._slot_got[index] += drafted * (1.0 + stands[:, 0])
         keep = np.where(verified, 1.0 - 1.0 / SLOT_MEMORY, 1.0)
         self._slot_trials[index] = self._slot_trials[index] * keep + trials
         self._slot_stood[index] = self._slot_stood[index] * keep + stood
@@ -72,6 +96,11 @@ class Survival:
         weight = np.divide(MEMORY * (1.0 - keep), num, out=np.ones(self.num_positions), where=num > 0)
         self._trials = self._trials * keep + trials.sum(0) * weight
         self._stood = self._stood * keep + stood.sum(0) * weight
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the rounds that sequences took, as a share of what was expected of them."""
+        return math.sqrt(self._variance)
 
     def overall(self) -> FloatArray:
         """Chance that draft 1, 2, ... and all before it stand, over all sequences: [g]."""

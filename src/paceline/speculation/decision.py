@@ -1,0 +1,69 @@
+"""What the verify planner is asked and what it answers: plain data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal["all", "drafts pay", "plain is faster", "exploring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences a round decodes, aligned, and the work beside them.
+
+    Attributes:
+        slots: who they are.
+        available: drafts in place for each.
+        can_draft: whether its draft state is there.
+        context: mean tokens of context.
+        row_limit: drafts the step has rows for, over all sequences.
+        left: most tokens each may still commit.
+        coming: the same of sequences that are about to decode beside them.
+        refilled: whether others wait, so that whoever ends is replaced; ``left`` and ``coming`` do not count
+            then.
+    """
+
+    slots: Sequence[int]
+    available: Sequence[int]
+    can_draft: Sequence[bool]
+    context: float
+    row_limit: int
+    left: Sequence[int] = ()
+    coming: Sequence[int] = ()
+    refilled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step does about drafts.
+
+    Attributes:
+        depth: most drafts verified per sequence.
+        drafts: drafts verified by slot, where rows are too few for ``depth`` of each; else None.
+        propose: whether the next block is drafted.
+        reason: why.
+        expected: tokens the round should commit.
+        baseline: of these, those an exploring round was not paid to find out about.
+        rate: tokens per second that a round must be worth.
+        context: mean tokens of context of the sequences.
+    """
+
+    depth: int
+    drafts: Mapping[int, int] | None
+    propose: bool
+    reason: Reason
+    expected: float = 0.0
+    baseline: float = 0.0
+    rate: float = 1.0
+    context: float = 0.0
+
+    def limit(self, slot: int) -> int:
+        """Most drafts ``slot`` may verify."""
+        return self.depth if self.drafts is None else self.drafts.get(slot, 0)
+
+
+EVERYTHING = Decision(sys.maxsize, None, True, "all")
+"""Without a planner: all drafts are verified, and the next block is always drafted."""

@@ -1,0 +1,154 @@
+"""How long known work takes at each depth: small cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engine.messages import EngineRequest
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.costs import Measured, Round, RoundCosts
+from paceline.speculation.decision import Batch, Decision
+from paceline.speculation.horizon import finish_seconds, long_run_rates
+from paceline.speculation.survival import PRIOR_SPREAD, Survival
+from support.engines import golden_core, golden_prompts
+
+FLAT = np.array([[1.0] * 4, [2.0] * 4])
+"""Plain and drafted rounds of up to four sequences: a second and two, whatever their number."""
+
+
+def finish(pace: list[float], left: list[float], spread: float = 0.0) -> tuple[float, float]:
+    """Seconds plainly, and with drafts that commit ``pace`` tokens a round."""
+    paces = np.array([[1.0] * len(pace), pace])
+    plain, drafted = finish_seconds(paces, np.array(left), FLAT[:, : len(pace)], spread)
+    return float(plain), float(drafted)
+
+
+def test_one_sequence_takes_its_rounds() -> None:
+    plain, drafted = finish([3.0], [80.0])
+    assert plain == 80.0
+    assert drafted == pytest.approx(2 * 81 / 3), "the last round commits a token too many on average"
+    assert finish([7.0], [1.0])[1] == 2.0, "no less than a round"
+
+
+def test_equal_sequences_end_together_unless_they_are_known_to_differ() -> None:
+    assert finish([3.0] * 4, [80.0] * 4) == pytest.approx(finish([3.0], [80.0]))
+    plain, drafted = finish([3.0] * 4, [80.0] * 4, spread=0.3)
+    assert plain == 80.0, "plain ones do not"
+    assert drafted == pytest.approx(1.3 * 54, rel=0.03), "the slowest of four is a standard deviation slow"
+
+
+def test_a_batch_waits_for_its_slowest() -> None:
+    """Drafting gains half on the whole, and loses because one sequence gains nothing."""
+    paces = np.array([[1.0] * 4, [4.0, 4.0, 4.0, 1.2]])
+    seconds = np.array([[1.0] * 4, [2.0] * 4])
+    plain, drafted = finish_seconds(paces, np.array([100.0] * 4), seconds, 0.0)
+    assert paces[1].sum() / 2.0 > 1.5 * paces[0].sum() / 1.0
+    assert drafted > plain == 100.0
+
+
+def test_a_long_sequence_among_short_ones_does_not_decide_for_them() -> None:
+    """Three short ones are faster plainly; the long one is drafted for when they are done."""
+    seconds = np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 4.0, 4.0]])
+    paces = np.array([[1.0] * 4, [3.0] * 4])
+    plain, drafted = finish_seconds(paces, np.array([30.0, 30.0, 30.0, 1000.0]), seconds, 0.0)
+    assert plain == pytest.approx(30 + 970 / 3, rel=0.01)
+    assert drafted > plain
+
+
+@given(st.permutations(range(6)), st.floats(0.0, 0.4))
+def test_the_order_of_sequences_does_not_matter(order: list[int], spread: float) -> None:
+    paces = np.array([[1.0] * 6, [2.0, 2.5, 3.0, 1.5, 2.0, 2.0]])
+    left = np.array([5.0, 90.0, 20.0, 20.0, 60.0, 1.0])
+    seconds = np.array([np.linspace(1.0, 1.5, 6), np.linspace(1.2, 3.0, 6)])
+    one = finish_seconds(paces, left, seconds, spread)
+    assert finish_seconds(paces[:, order], left[order], seconds, spread) == pytest.approx(one)
+
+
+def costs() -> RoundCosts:
+    """A second a round, and one more for drafting."""
+    rounds = [
+        Round(size, drafts, propose)
+        for size in (1, 8)
+        for drafts, propose in ((0, False), (0, True), (2, True))
+    ]
+    return RoundCosts([Measured(r, 0, 1.0 + r.propose) for r in rounds], 2)
+
+
+def test_rates_of_a_full_batch_are_those_of_a_round() -> None:
+    survival = Survival(4, 2)
+    chances = survival.overall()
+    rates = long_run_rates(Batch([0, 1], [2, 2], [True, False], 0.0, 99), (0, 2), costs(), survival)
+    assert rates[0] == pytest.approx(2.0)
+    assert rates[2] == pytest.approx((2 + chances.sum()) / 2), "one of them has no drafts"
+
+
+def test_starting_to_draft_costs_a_round_and_pays_in_long_answers_alone() -> None:
+    survival = Survival(4, 2)
+
+    def gain(left: int, in_place: int) -> float:
+        batch = Batch([0], [in_place], [True], 0.0, 99, left=[left], refilled=False)
+        rates = long_run_rates(batch, (0, 2), costs(), survival)
+        return rates[2] / rates[0]
+
+    assert gain(400, 0) > 1.0 > gain(5, 0)
+    assert gain(5, 2) > gain(5, 0)
+
+
+def test_who_comes_counts() -> None:
+    survival = Survival(8, 2)
+    coming = Batch([], [], [], 0.0, 99, coming=[30] * 3, refilled=False)
+    there = Batch([0, 1, 2], [2] * 3, [True] * 3, 0.0, 99, left=[30] * 3, refilled=False)
+    assert long_run_rates(coming, (0, 2), costs(), survival) == pytest.approx(
+        long_run_rates(there, (0, 2), costs(), survival)
+    )
+
+
+def test_spread_is_learnt_from_sequences_that_end() -> None:
+    def learnt(slow: int) -> float:
+        survival = Survival(2, 3)
+        for _ in range(60):
+            for _ in range(30):
+                survival.observe([0, 1], [3, 3], [3, slow])
+            survival.observe([0, 1], [0, 0], [0, 0])
+            survival.reset(0)
+            survival.reset(1)
+        return survival.spread
+
+    assert Survival(2, 3).spread == PRIOR_SPREAD
+    assert learnt(3) < 0.1
+    assert learnt(1) > 0.35, "4 tokens a round and 2, where 3 are expected"
+
+
+def test_what_the_engine_tells_of_its_work() -> None:
+    speculative = {"verify_planner": "auto"}
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", max_num_seqs=4, speculative_config=speculative)
+    seen: list[Batch] = []
+
+    class Watching:
+        def __init__(self, planner: object) -> None:
+            self._planner = planner
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._planner, name)
+
+        def decide(self, batch: Batch) -> Decision:
+            seen.append(batch)
+            found: Decision = self._planner.decide(batch)  # type: ignore[attr-defined]
+            return found
+
+    core.scheduler.planner = Watching(core.scheduler.planner)  # type: ignore[assignment]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for i, prompt in enumerate(golden_prompts(6, seed=2)):
+        core.add(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
+        if i == 2:
+            core.step()
+    while core.has_work:
+        core.step()
+    assert (list(seen[0].slots), list(seen[0].coming), seen[0].refilled) == ([], [12] * 3, False)
+    assert (len(seen[1].slots), list(seen[1].left)) == (3, [11] * 3)
+    assert seen[1].refilled, "three more came for one slot"
+    assert seen[2].refilled, "and two of them still wait"
+    assert not seen[-1].refilled and max(seen[-1].left) < 11
