@@ -196,6 +196,18 @@ def test_a_prefix_that_many_bring_at_once_is_computed_once(budget: int, lookahea
     assert prefill == 42 + 5 * 2 + 5 + 2
 
 
+def test_who_shares_a_prefix_stands_side_by_side() -> None:
+    """Those that share most come first, strangers last; the plan says how much (the device checks it)."""
+    core, device = make_core(num_blocks=256, budget=128)
+    prefixes = [[10 * family + i % 9 for i in range(16 + 8 * family)] for family in range(2)]
+    prompts = [[*prefixes[i % 2], 50 + i] for i in range(6)]
+    for i, prompt in enumerate([[95, 94], *prompts]):
+        core.add(request(f"r{i}", prompt, max_tokens=6))
+    run(core)
+    best = max(device.plans, key=lambda plan: sum(span.common for span in plan.spans))
+    assert [(span.group, span.common) for span in best.spans] == [(1, 24)] * 3 + [(2, 16)] * 3 + [(0, 0)]
+
+
 def test_nobody_waits_for_a_prefix_that_will_not_be_shared() -> None:
     """Without a cache, for a request that needs every row itself, and once the one waited for is gone."""
     shared = [i % 90 for i in range(40)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.ops import Branches, RowLayout
+from paceline.ops import Branches, CommonKeys, RowLayout
 
 
 @dataclass
@@ -157,6 +157,32 @@ def make_branched_scene(
         ),
     )
     return Scene(layout, joined(scene.q, q), caches[0], caches[1], scene.scale)
+
+
+def make_common_scene(
+    spans: Sequence[tuple[int, int]], groups: Sequence[tuple[int, int]], **options: Any
+) -> Scene:
+    """A step over sequences of which neighbours share their first keys, given as (sequences, keys)."""
+    scene = make_scene(spans, **options)
+    layout, block_size = scene.layout, scene.k_cache.shape[1]
+    slots = layout.slots.tolist()
+    first, firsts, lens = 0, [0], []
+    for count, keys in groups:
+        assert keys % block_size == 0
+        for seq in range(first + 1, first + count):
+            head = layout.block_tables[slots[first], : keys // block_size]
+            layout.block_tables[slots[seq], : keys // block_size] = head
+        first += count
+        firsts.append(first)
+        lens += [keys] * count
+    device = scene.q.device
+    layout.common = CommonKeys(
+        row_start=layout.row_start[torch.tensor(firsts, device=device)],
+        slots=layout.slots[torch.tensor(firsts[:-1], device=device)],
+        lens=torch.tensor([keys for _, keys in groups], dtype=torch.int32, device=device),
+        of_seqs=torch.tensor(lens, dtype=torch.int32, device=device),
+    )
+    return scene
 
 
 def rope_table(num_positions: int, head_dim: int) -> Tensor:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_scenes import Scene, make_branched_scene, make_scene, normed_and_rotated, rope_table
+from ops_scenes import (
+    Scene,
+    make_branched_scene,
+    make_common_scene,
+    make_scene,
+    normed_and_rotated,
+    rope_table,
+)
 from torch import Tensor
 
 from paceline.ops import LowRank, RowNoise, draft_argmax, draft_best_two, reference
@@ -285,6 +292,8 @@ def configs() -> list[Any]:
         AttentionConfig(block_m=16, block_n=16, num_splits=1, num_warps=4, num_stages=2),
         AttentionConfig(block_m=16, block_n=32, num_splits=3, num_warps=4, num_stages=2, split_keys=32),
         AttentionConfig(block_m=64, block_n=16, num_splits=9, num_warps=4, num_stages=2, split_keys=1),
+        AttentionConfig(block_m=16, block_n=16, num_splits=1, num_warps=4, num_stages=2, whole=True),
+        AttentionConfig(16, 32, num_splits=3, num_warps=4, num_stages=2, split_keys=32, whole=True),
     ]
 
 
@@ -294,7 +303,8 @@ MIXED = [(0, 37), (50, 1), (15, 8), (0, 1), (16, 1), (3, 21)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("config", "window"), [(0, None), (0, 1), (0, 20), (1, None), (2, None), (2, 20), (3, None)]
+    ("config", "window"),
+    [(0, None), (0, 1), (0, 20), (1, None), (2, None), (2, 20), (3, None), (4, None), (5, None), (5, 20)],
 )
 @pytest.mark.parametrize("spans", [BORDERS, MIXED], ids=["borders", "mixed"])
 def test_attention(
@@ -330,7 +340,7 @@ def test_attention_geometries(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("config", [0, 1, 2])
+@pytest.mark.parametrize("config", [0, 1, 2, 5])
 def test_bidirectional_attention(kernels: Any, config: int, window: int | None) -> None:
     """A drafter's block: rows see the later rows of their own sequence."""
     scene = make_scene([(33, 8), (0, 21), (15, 1)], device=DEVICE)
@@ -338,11 +348,52 @@ def test_bidirectional_attention(kernels: Any, config: int, window: int | None) 
     close(out, scene.expected(window, bidirectional=True))
 
 
+COMMON = (
+    [(64, 1), (65, 8), (90, 3), (7, 2), (40, 1), (130, 1), (128, 8), (300, 19)],
+    [(3, 64), (2, 0), (3, 128)],
+)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("config", range(6))
+def test_attention_of_sequences_with_common_keys(kernels: Any, config: int, bidirectional: bool) -> None:
+    """Groups end within tiles; a group without common keys lies between two with some."""
+    scene = make_common_scene(*COMMON, device=DEVICE)
+    out = attend(kernels, scene, bidirectional=bidirectional, config=configs()[config])
+    close(out, scene.expected(bidirectional=bidirectional))
+    assert scene.layout.common is not None
+    scene.layout.common.lens.zero_()  # none left: a captured launch goes on working
+    scene.layout.common.of_seqs.zero_()
+    close(attend(kernels, scene, bidirectional=bidirectional, config=configs()[config]), out)
+
+
+def test_common_keys_are_attended_to_once(kernels: Any) -> None:
+    """In the table of the group's slot, and in nobody else's."""
+    scene = make_common_scene(*COMMON, device=DEVICE)
+    out = attend(kernels, scene)
+    layout = scene.layout
+    assert layout.common is not None
+    for seq, keys in enumerate(layout.common.of_seqs.tolist()):
+        if seq not in (0, 5):
+            layout.block_tables[layout.slots[seq], : keys // 16] = -(10**6)
+    assert torch.equal(attend(kernels, scene), out)
+
+
+def test_deterministic_attention_takes_no_account_of_common_keys(kernels: Any) -> None:
+    scene, alone = (make_common_scene(*COMMON, device=DEVICE) for _ in range(2))
+    alone.layout.common = None
+    one, other = (
+        kernels.paged_attention(s.q, s.k_cache, s.v_cache, s.layout, s.scale, deterministic=True)
+        for s in (scene, alone)
+    )
+    assert torch.equal(one, other)
+
+
 BRANCHED = ([(15, 8), (50, 8), (0, 8), (3, 1)], [(0, 0, 7), (0, 2, 7), (1, 1, 5), (2, 0, 1), (1, 6, 7)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("config", "window"), [(0, None), (0, 6), (1, None), (2, 20), (3, None)])
+@pytest.mark.parametrize(("config", "window"), [(0, None), (0, 6), (1, None), (2, 20), (3, None), (5, None)])
 def test_attention_of_chains(kernels: Any, config: int, window: int | None, dtype: torch.dtype) -> None:
     """Chains see their parent's rows up to the branch, then their own."""
     scene = make_branched_scene(*BRANCHED, dtype=dtype, device=DEVICE)

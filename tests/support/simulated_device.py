@@ -91,7 +91,19 @@ class SimulatedDevice:
             table = self.slots[update.slot].table
             for i, block in enumerate(update.ids):
                 table[update.first + i] = block
+        self._check_groups(plan)
         return Pending([self._run(span.slot, span.rows, span.sample) for span in plan.spans])
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        """Spans of a group stand side by side, and what they are said to have in common they have."""
+        order = [span.group for span in plan.spans if span.group]
+        assert sorted(order) == order
+        for group in set(order):
+            members = [self.slots[span.slot] for span in plan.spans if span.group == group]
+            (common,) = {span.common for span in plan.spans if span.group == group}
+            assert common > 0 and all(member.computed >= common for member in members)
+            heads = {tuple(member.table[i] for i in range(common // self.block_size)) for member in members}
+            assert len(heads) == 1
 
     def _run(self, slot_id: int, rows: int, sample: bool) -> SpanResult:
         slot = self.slots[slot_id]

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from paceline.cache import BlockPool, SequenceBlocks
+from paceline.cache.sharing import shared_groups
 from paceline.engine.sequence import InFlight, Sequence, Status
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
@@ -145,6 +146,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))[::-1]
         self._queued = False  # whether the last plan left anyone waiting
+        self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -196,6 +198,7 @@ class Scheduler:
         if self._wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = []  # gathered anew
         sequence.tenancy += 1
+        self._groups = None
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -235,8 +238,27 @@ class Scheduler:
             return None
         if self.hedger is not None:
             self._hedge(self.hedger, step)
+        self._put_together(step)
         self._step += 1
         return step
+
+    def _put_together(self, step: PlannedStep) -> None:
+        """Put spans side by side whose sequences share their first blocks, those that share most first. Which
+        blocks are shared changes only when a sequence comes or goes.
+        """
+        if self._groups is None:
+            groups = shared_groups([s.blocks.ids for s in self._running])
+            self._groups = {
+                self._running[member].slot: (i + 1, group.num_blocks * self.pool.block_size)
+                for i, group in enumerate(groups)
+                for member in group.members
+            }
+        if not self._groups:
+            return
+        for entry in step.entries:
+            entry.span.group, entry.span.common = self._groups.get(entry.span.slot, (0, 0))
+        step.entries.sort(key=lambda entry: entry.span.group or len(self._running) + 1)
+        step.plan.spans = [entry.span for entry in step.entries]
 
     def _hedge(self, hedger: Hedger, step: PlannedStep) -> None:
         """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
@@ -347,6 +369,7 @@ class Scheduler:
             sequence.status = Status.RUNNING
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
+            self._groups = None
             if self.planner is not None:
                 self.planner.survival.reset(sequence.slot)
             self.draft_state.admit(sequence.slot, offer, step.plan.draft)

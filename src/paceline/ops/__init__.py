@@ -12,11 +12,12 @@ from paceline.ops import reference, reference_attention
 from paceline.ops.activation import silu_mul
 from paceline.ops.dispatch import differentiated, kernels
 from paceline.ops.drafts import LowRank, RowNoise, draft_argmax, draft_best_two
-from paceline.ops.layout import Branches, RowLayout
+from paceline.ops.layout import Branches, CommonKeys, RowLayout
 from paceline.ops.linear import linear, linear_parts, linear_silu_mul, pack_linear
 
 __all__ = [
     "Branches",
+    "CommonKeys",
     "LowRank",
     "RowLayout",
     "RowNoise",

@@ -29,6 +29,27 @@ class Branches(NamedTuple):
     own_slots: Tensor
 
 
+class CommonKeys(NamedTuple):
+    """Keys that sequences of a step have in common: the same blocks at the head of their block tables.
+
+    A hint that costs nothing to ignore: attention over these keys may be computed for the rows of all these
+    sequences at once, instead of for each of them. They must be neighbours: the first sequences are cut into
+    G *groups* of consecutive ones, of which some have nothing in common, like those behind the last. All
+    common keys stand before every row of their group.
+
+    Attributes:
+        row_start: [G + 1] int32, non-decreasing, first row of each group.
+        slots: [G] int32, a slot whose block table lists the group's keys.
+        lens: [G] int32, keys they have in common; 0 for none.
+        of_seqs: [B] int32, the same for the group of each sequence.
+    """
+
+    row_start: Tensor
+    slots: Tensor
+    lens: Tensor
+    of_seqs: Tensor
+
+
 @dataclass(eq=False)
 class RowLayout:
     """The rows of one step, ordered by sequence: R rows of B sequences, S slots, M blocks per slot.
@@ -58,6 +79,7 @@ class RowLayout:
         host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
         host_max_context: an upper bound of the largest position + 1.
         branches: set when some of the sequences are chains.
+        common: set when some of the sequences have keys in common that are worth an attention of their own.
         derived: the reference's plans, by attention geometry; not an input.
     """
 
@@ -71,4 +93,5 @@ class RowLayout:
     host_rows: tuple[int, ...]
     host_max_context: int
     branches: Branches | None = None
+    common: CommonKeys | None = None
     derived: dict[object, AttentionPlan] = field(default_factory=dict, init=False, repr=False)

@@ -27,6 +27,7 @@ from paceline.runtime.acceptance import synthetic_accepted
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
+from paceline.runtime.sharing import Groups
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
 
@@ -155,6 +156,7 @@ class DraftStage:
         noise: bool,
         unreserved: Tensor | None = None,
         hedging: Hedging | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
 
@@ -166,9 +168,10 @@ class DraftStage:
             unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
                 them is not used, and is written to the scratch block.
             hedging: which of them get hedge chains beside their drafts; None for none.
+            groups: which of them have keys in common that are attended to once; None for none.
         """
         with self._forgiven():
-            self._propose(slots, count, max_context, noise, unreserved, hedging)
+            self._propose(slots, count, max_context, noise, unreserved, hedging, groups)
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
@@ -193,12 +196,15 @@ class DraftStage:
         noise: bool,
         unreserved: Tensor | None,
         hedging: Hedging | None,
+        groups: Groups | None,
     ) -> None:
         state = self._state
         starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
         flat = slots.long() * state.tokens.shape[1] + starts
         anchors = state.tokens.view(-1)[flat]
         layout = self._layout(slots, starts, count, max_context, unreserved)
+        if groups is not None and self._captures is None:  # captured draft state is shared by nobody
+            layout.common = groups.keys(layout.row_start)
         slots_out = self._draft_slots(anchors, starts, count, layout)
         positions = () if hedging is None else hedging.positions
         row_noise = self._noise(slots, starts) if noise else None

@@ -12,6 +12,9 @@ random under any filter; a row without filters costs it nothing, so plain draws 
 kernels more, for at most ``MAX_FULL_SEQS`` sequences: rows beyond that take longer to compute than to launch,
 and few kinds and sizes keep captures few.
 
+Rounds whose sequences share long prefixes exist in a second version, which attends to these once
+(``sharing.py``); it is captured when a step first needs it.
+
 Rounds that verify all drafts are captured with hedge chains too, where there are any, for as many sequences
 as may have them: hedging is for rounds whose rows cost little.
 """
@@ -28,12 +31,14 @@ import torch
 
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.ops.persistent.launch import MAX_ROWS
 from paceline.runtime.acceptance import Verified
 from paceline.runtime.division import MAX_FULL_SEQS
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
+from paceline.runtime.sharing import NUM_VALUES, attends_together, group_values
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FIXED_KINDS, FixedKind
@@ -152,7 +157,8 @@ class RoundSet:
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
-        self._staging = Staging(5 * max_num_seqs, state.device)
+        self._together = attends_together(model)
+        self._staging = Staging(6 * max_num_seqs + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []
@@ -193,8 +199,11 @@ class RoundSet:
         kinds: list[tuple[int, FixedKind]] = [(self._sizes[-1], "filtered"), (self._full_sizes[-1], "full")]
         for size, kind in kinds:
             most = 0 if self._hedging is None else self._hedging.counts[-1]
+            shape = RoundShape(size, drafts, propose, kind)
             for chains in {0, most}:
-                self._round(self._with_chains(RoundShape(size, drafts, propose, kind), size, chains))
+                self._round(self._with_chains(shape, size, chains))
+            if self._may_be_together(shape):
+                self._round(replace(shape, together=True))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
@@ -215,7 +224,7 @@ class RoundSet:
             made = self._make(shape)
             found = made, made if self.where is None else Captured(made, self.where)
             self._rounds[shape] = found
-            if self.where is not None:
+            if shape in self.missing:
                 self.missing.remove(shape)
         return found
 
@@ -232,6 +241,8 @@ class RoundSet:
             What came out, overwritten by the next run, and how many chains each span had beside it.
         """
         shape = self._shape(spans, kind)
+        groups = group_values(spans, shape.num_seqs) if self._may_be_together(shape) else None
+        shape = replace(shape, together=groups is not None)
         decode_round, run = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
@@ -243,11 +254,22 @@ class RoundSet:
         ]
         places = np.full((2, shape.places), -1, dtype=np.int32)
         chains = self._place(spans, shape, places)
-        sent = self._staging.send([values.reshape(-1), places.reshape(-1)])
+        sent = self._staging.send(
+            [values.reshape(-1), places.reshape(-1), *(() if groups is None else (groups,))]
+        )
         decode_round.inputs.view(-1).copy_(sent[0])
         if shape.places:
             decode_round.hedge_inputs.view(-1).copy_(sent[1])
+        if groups is not None:
+            decode_round.group_inputs.copy_(sent[2])
         return run(), chains
+
+    def _may_be_together(self, shape: RoundShape) -> bool:
+        """Whether a round may attend to common keys once. Few rows have their own pass, and chains and the
+        rarer parameters do without: each such round is one more to capture.
+        """
+        rows = shape.num_seqs * (shape.num_drafts + 1)
+        return self._together and rows > MAX_ROWS and not shape.places and shape.kind != "full"
 
     def _place(self, spans: Sequence[Span], shape: RoundShape, places: np.ndarray) -> list[int]:
         """Give the spans that are to be hedged their places: those whose drafts have chains beside them are

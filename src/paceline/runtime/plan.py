@@ -50,6 +50,12 @@ class Span:
     """Alternatives asked for at those rows; the whole vocabulary at most."""
     top: int = 0
     """Alternatives asked for at sampled rows, for requests that ask for logprobs at all."""
+    group: int = 0
+    """Spans of one group stand side by side in a plan, and their sequences hold the same first blocks; 0 for
+    none.
+    """
+    common: int = 0
+    """Tokens in those blocks; all stand before the rows of the group."""
     chains: int = 0
     """Hedge chains to verify beside the drafts, where they were made with them, and to make for the next
     round. Left out where the span does not run as a round.

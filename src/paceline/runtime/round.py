@@ -23,6 +23,7 @@ from paceline.runtime.acceptance import Verified, count_accepted
 from paceline.runtime.drafting import DraftStage, Hedging
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.hedging import HedgedVerify, HedgeShape
+from paceline.runtime.sharing import NUM_VALUES, Groups
 from paceline.runtime.state import SlotState
 from paceline.sampling.fixed import sample_fixed
 from paceline.sampling.sampler import SampleRows
@@ -40,6 +41,7 @@ class RoundShape:
         kind: sampling the round can do.
         places: sequences that may be hedged.
         hedges: drafts that their chains replace.
+        together: whether attention is told of keys that sequences have in common; never with hedges.
     """
 
     num_seqs: int
@@ -48,6 +50,7 @@ class RoundShape:
     kind: FixedKind
     places: int = 0
     hedges: tuple[int, ...] = ()
+    together: bool = False
 
 
 class DecodeRound:
@@ -67,6 +70,7 @@ class DecodeRound:
             there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved).
         hedge_inputs: [2, places] int32 on the device: which of the sequences has chains to verify; which
             gets chains for the next round; -1 for none.
+        group_inputs: int32 on the device, see ``sharing.group_values``; where the shape is ``together``.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class DecodeRound:
         self.inputs[1] = -1
         self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
         self.hedge_inputs = torch.full((2, shape.places), -1, dtype=torch.int32, device=device)
+        count = NUM_VALUES + n if shape.together else 0
+        self.group_inputs = torch.zeros(count, dtype=torch.int32, device=device)
         self._hedged: HedgedVerify | None = None
         if shape.places:
             assert drafting is not None
@@ -119,6 +125,7 @@ class DecodeRound:
                 self._max_context,
                 noise=self.shape.kind != "greedy",
                 unreserved=propose == 0,
+                groups=self._groups,
                 hedging=Hedging(self.hedge_inputs[1], self.shape.hedges) if self.shape.places else None,
             )
         return output
@@ -174,5 +181,10 @@ class DecodeRound:
             num_computed=state.num_computed,
             host_rows=(self._width,) * self.shape.num_seqs,
             host_max_context=self._max_context,
+            common=None if self._groups is None else self._groups.keys(self._row_start),
         )
         return layout, tokens
+
+    @property
+    def _groups(self) -> Groups | None:
+        return Groups.of(self.group_inputs) if self.shape.together else None

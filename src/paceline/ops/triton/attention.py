@@ -22,7 +22,7 @@ from its first position on in consecutive slots of its own; all else is as for a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -48,6 +48,9 @@ leaves 32 KiB of partial results.
 
 _LOG2_E = 1.4426950408889634
 
+ALONE, COMMON, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What a launch does: all keys of every row; keys common to neighbours; the others, after those."""
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -61,6 +64,7 @@ class AttentionConfig:
         split_keys: fewest keys of a split.
         chunk_keys: keys are summed in chunks of so many, counted from position 0, one for each split when
             there are splits; 0: as it comes. A multiple of block_n.
+        whole: blocks of keys that all rows of a tile see run in a loop of their own, without masks.
     """
 
     block_m: int
@@ -70,52 +74,108 @@ class AttentionConfig:
     num_stages: int
     split_keys: int = MIN_SPLIT_KEYS
     chunk_keys: int = 0
+    whole: bool = False
 
 
 @triton.jit
-def _attend(
-    q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, end,
-    scale_log2, BRANCHES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    WINDOW: tl.constexpr, BIDIRECTIONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _normed(peak, total, acc):
+    """What a running softmax comes to: the weighted mean, and log2 of the sum of exponentials."""
+    any_key = total > 0.0
+    total = tl.where(any_key, total, 1.0)
+    return acc / total[:, None], tl.where(any_key, peak + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def _blocks(
+    table_ptr, first_key, end, shared, BRANCHES: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Block ids of the keys from first_key on that are in the table."""
+    key = first_key + tl.arange(0, BLOCK_N)
+    in_table = key < end
+    if BRANCHES:
+        in_table = in_table & (key < shared)
+    return tl.load(table_ptr + key // P, mask=in_table, other=0)
+
+
+@triton.jit
+def _add_keys(
+    peak, total, acc, first_key, end, block,
+    q, k_cache_ptr, v_cache_ptr, shared, own_slot, kv_head, query_position, scale_log2,
+    WHOLE: tl.constexpr, BRANCHES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, BIDIRECTIONAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the tile over the keys begin … end - 1: (result [BLOCK_M, D], log2 of the sum of the
-    scores' exponentials [BLOCK_M], -inf where no key is seen).
+    """Take the keys first_key … first_key + BLOCK_N - 1, those before ``end``, into a running softmax. Of a
+    WHOLE block every row sees every key, and nothing is masked.
     """
     column = tl.arange(0, D)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    for first_key in range(begin, end, BLOCK_N):
-        key = first_key + tl.arange(0, BLOCK_N)
-        exists = key < end
-        in_table = exists
-        if BRANCHES:
-            in_table = exists & (key < shared)
-        block = tl.load(table_ptr + key // P, mask=in_table, other=0).to(tl.int64)  # int64: 2^31 elements
-        cache_slot = block * P + key % P
-        if BRANCHES:
-            cache_slot = tl.where(in_table, cache_slot, own_slot + key - shared)
-        offset = (cache_slot * NUM_KV_HEADS + kv_head) * D
-        address = offset[:, None] + column[None, :]
+    key = first_key + tl.arange(0, BLOCK_N)
+    exists = key < end
+    cache_slot = block.to(tl.int64) * P + key % P  # int64: a cache may exceed 2^31 elements
+    if BRANCHES and not WHOLE:
+        cache_slot = tl.where(key < shared, cache_slot, own_slot + key - shared)
+    address = ((cache_slot * NUM_KV_HEADS + kv_head) * D)[:, None] + column[None, :]
+    if WHOLE:
+        k = tl.load(k_cache_ptr + address)
+    else:
         k = tl.load(k_cache_ptr + address, mask=exists[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
+    if not WHOLE:
         visible = exists[None, :]
         if not BIDIRECTIONAL:
             visible = visible & (key[None, :] <= query_position[:, None])
         if WINDOW > 0:
             visible = visible & (key[None, :] > query_position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    shift = new_peak
+    if not WHOLE:
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf is NaN: nothing seen yet
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, axis=1)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    if WHOLE:
+        v = tl.load(v_cache_ptr + address)
+    else:
         v = tl.load(v_cache_ptr + address, mask=exists[:, None], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    any_key = total > 0.0
-    total = tl.where(any_key, total, 1.0)
-    return acc / total[:, None], tl.where(any_key, peak + tl.log2(total), float("-inf"))
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def _attend(
+    q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, whole, end,
+    scale_log2, WHOLE: tl.constexpr, BRANCHES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, BIDIRECTIONAL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention of the tile over the keys begin … end - 1: (result [BLOCK_M, D], log2 of the sum of the
+    scores' exponentials [BLOCK_M], -inf where no key is seen). Keys before ``whole`` are seen by every row,
+    which WHOLE makes use of.
+    """
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    # Block ids are loaded one turn ahead: where loads wait for a load of the same turn, Triton deals its
+    # stages out among the two, and fewer keys are under way.
+    block = _blocks(table_ptr, begin, end, shared, BRANCHES, P, BLOCK_N)
+    if WHOLE:
+        first_mixed = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // BLOCK_N * BLOCK_N
+        for first_key in range(begin, first_mixed, BLOCK_N):
+            peak, total, acc = _add_keys(
+                peak, total, acc, first_key, end, block,
+                q, k_cache_ptr, v_cache_ptr, shared, own_slot, kv_head, query_position, scale_log2,
+                True, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_N,
+            )  # fmt: skip
+            block = _blocks(table_ptr, first_key + BLOCK_N, end, shared, BRANCHES, P, BLOCK_N)
+        begin = first_mixed
+    for first_key in range(begin, end, BLOCK_N):
+        peak, total, acc = _add_keys(
+            peak, total, acc, first_key, end, block,
+            q, k_cache_ptr, v_cache_ptr, shared, own_slot, kv_head, query_position, scale_log2,
+            False, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_N,
+        )  # fmt: skip
+        block = _blocks(table_ptr, first_key + BLOCK_N, end, shared, BRANCHES, P, BLOCK_N)
+    return _normed(peak, total, acc)
 
 
 @triton.jit
@@ -139,8 +199,10 @@ def _merge(peak, total, acc, part, lse):
         "row_start_ptr",
         "num_computed_ptr",
         "own_slots_ptr",
+        "prefix_ptr",
         "block_tables_ptr",
         "num_seqs",
+        "table_stride",
         "num_splits",
         "split_keys",
     ]
@@ -157,6 +219,9 @@ def _attention_kernel(
     row_start_ptr,
     num_computed_ptr,  # of each slot; with BRANCHES the sequences' own starts, [B]
     own_slots_ptr,  # with BRANCHES [B] int64
+    prefix_ptr,  # in the roles COMMON and REST: [B] int32, keys of each sequence that are common
+    prefix_out_ptr,  # and what COMMON leaves to REST: [R, H, D] fp32
+    prefix_lse_ptr,  # [R, H] fp32
     block_tables_ptr,
     table_stride,
     num_seqs,
@@ -170,6 +235,8 @@ def _attention_kernel(
     WINDOW: tl.constexpr,  # 0: none
     BIDIRECTIONAL: tl.constexpr,
     BRANCHES: tl.constexpr,
+    ROLE: tl.constexpr,
+    WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     SEARCH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -191,16 +258,15 @@ def _attention_kernel(
             starts_before = tl.load(row_start_ptr + middle) // TILE_ROWS + middle <= tile
             seq = tl.where(starts_before, middle, seq)
             above = tl.where(starts_before, above, middle)
-        first_row = tl.load(row_start_ptr + seq)
-        tile_row = (tile - first_row // TILE_ROWS - seq) * TILE_ROWS
     else:
         seq = tile
-        first_row = tl.load(row_start_ptr + seq)
-        tile_row = 0
+    # loads that need nothing but ``seq`` come together: each that waits for another costs half a microsecond
+    first_row = tl.load(row_start_ptr + seq)
     num_rows = tl.load(row_start_ptr + seq + 1) - first_row
-    if tile_row >= num_rows:
-        return
     slot = tl.load(slots_ptr + seq).to(tl.int64)
+    prefix = 0
+    if ROLE != ALONE:
+        prefix = tl.load(prefix_ptr + seq)
     if BRANCHES:
         computed = tl.load(num_computed_ptr + seq)
         own_slot = tl.load(own_slots_ptr + seq)
@@ -208,10 +274,25 @@ def _attention_kernel(
     else:
         computed = tl.load(num_computed_ptr + slot)
         own_slot = computed  # neither is used
-        shared = computed
+        shared = 2147483647
+    tile_row = (tile - first_row // TILE_ROWS - seq) * TILE_ROWS if SEARCH else 0
+    if tile_row >= num_rows:
+        return
 
     begin = 0
     end = computed + (num_rows if BIDIRECTIONAL else tl.minimum(tile_row + TILE_ROWS, num_rows))
+    whole = (
+        end if BIDIRECTIONAL else computed + tile_row + 1
+    )  # before it every row of the tile sees every key
+    if ROLE == COMMON:
+        end = prefix
+        whole = prefix
+        if prefix == 0:
+            return
+    if ROLE == REST:
+        begin = prefix
+    if BRANCHES:
+        whole = tl.minimum(whole, shared)
     if WINDOW > 0:
         begin = tl.maximum(computed + tile_row - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     active = 1  # splits that have work
@@ -247,11 +328,11 @@ def _attention_kernel(
         for chunk in range(first_chunk, tl.cdiv(end, CHUNK)):
             part, lse = _attend(
                 q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position,
-                tl.maximum(begin, chunk * CHUNK), tl.minimum(end, chunk * CHUNK + CHUNK), scale_log2,
-                BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+                tl.maximum(begin, chunk * CHUNK), whole, tl.minimum(end, chunk * CHUNK + CHUNK), scale_log2,
+                WHOLE, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             peak, total, acc = _merge(peak, total, acc, part, lse)
-        out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        out, lse = _normed(peak, total, acc)
     else:
         if CHUNK > 0:
             start = (first_chunk + split) * CHUNK
@@ -261,8 +342,8 @@ def _attention_kernel(
             begin += split * split_keys
             end = tl.minimum(end, begin + split_keys)
         out, lse = _attend(
-            q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, end,
-            scale_log2, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
+            q, k_cache_ptr, v_cache_ptr, table_ptr, shared, own_slot, kv_head, query_position, begin, whole,
+            end, scale_log2, WHOLE, BRANCHES, NUM_KV_HEADS, D, P, WINDOW, BIDIRECTIONAL, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if SPLIT:
         result = tile * NUM_KV_HEADS + kv_head
@@ -279,12 +360,27 @@ def _attention_kernel(
             peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, D), tl.float32)
-            for i in range(active):
-                other = m_at + i * BLOCK_M
-                part_lse = tl.load(lse_ptr + other, cache_modifier=".cg")
-                part = tl.load(partial_ptr + other[:, None] * D + column[None, :], cache_modifier=".cg")
-                peak, total, acc = _merge(peak, total, acc, part, part_lse)
-            out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            for first in range(0, active, 4):
+                for i in tl.static_range(4):  # loads that do not wait for each other's
+                    other = m_at + (first + i) * BLOCK_M
+                    there = other < m_at + active * BLOCK_M
+                    part_lse = tl.load(lse_ptr + other, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    part_at = partial_ptr + other[:, None] * D + column[None, :]
+                    part = tl.load(part_at, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                    peak, total, acc = _merge(peak, total, acc, part, part_lse)
+            out, lse = _normed(peak, total, acc)
+    lse_at = prefix_lse_ptr + out_row
+    if ROLE == COMMON:
+        tl.store(lse_at, lse, mask=served)
+        tl.store(prefix_out_ptr + at, out, mask=served[:, None])
+        return
+    if ROLE == REST:  # noqa: SIM102 - settled when it is compiled
+        if prefix > 0:
+            part_lse = tl.load(lse_at, mask=served, other=float("-inf"))
+            part = tl.load(prefix_out_ptr + at, mask=served[:, None], other=0.0)
+            one = tl.where(lse == float("-inf"), 0.0, 1.0)
+            peak, total, acc = _merge(lse, one, out, part, part_lse)
+            out, lse = _normed(peak, total, acc)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=served[:, None])
 
 
@@ -322,6 +418,25 @@ def choose_config(
         num_splits=max(1, min(fill, enough, MAX_SPLITS)),
         num_warps=4 if block_m <= 64 else 8,
         num_stages=2 if wide else 3,
+        whole=block_m > 64,
+    )
+
+
+def common_config(
+    layout: RowLayout, num_rows: int, group: int, num_kv_heads: int, dtype: torch.dtype, num_processors: int
+) -> AttentionConfig:
+    """How attention over common keys is cut: like a prompt's, for the rows of many sequences fill tiles."""
+    assert layout.common is not None
+    wide = dtype == torch.float32
+    block_m = max(64 if wide else 128, triton.next_power_of_2(group))
+    tiles = (num_rows // (block_m // group) + 1) * num_kv_heads
+    return AttentionConfig(
+        block_m=block_m,
+        block_n=32 if wide else 64,
+        num_splits=max(1, min(-(-num_processors // tiles), MAX_SPLITS)),
+        num_warps=4 if wide else 8,
+        num_stages=2 if wide else 3,
+        whole=True,
     )
 
 
@@ -377,7 +492,6 @@ def paged_attention(
         ConfigError: the head size or the mix of dtypes has no kernel.
     """
     num_rows, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
     if head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"head_dim {head_dim} has no GPU attention kernel; allowed: {', '.join(map(str, HEAD_DIMS))}. "
@@ -392,35 +506,82 @@ def paged_attention(
     out = torch.empty_like(q)
     if num_rows == 0 or not layout.host_rows:
         return out
+    attend = partial(
+        _launch, q, k_cache, v_cache, layout, scale, window or 0, bidirectional, deterministic, config
+    )
+    if layout.common is None or deterministic or window:
+        attend(out)
+        return out
+    prefix = (
+        torch.empty(q.shape, dtype=torch.float32, device=q.device),
+        torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device),
+    )
+    attend(out, prefix, role=COMMON)
+    attend(out, prefix, role=REST)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: RowLayout,
+    scale: float,
+    window: int,
+    bidirectional: bool,
+    deterministic: bool,
+    config: AttentionConfig | None,
+    out: Tensor,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    role: tl.constexpr = ALONE,
+) -> None:
+    num_rows, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
+    common, branches = layout.common, layout.branches
     if config is None:
+        shape = (layout, num_rows, group, num_kv_heads, q.dtype)
         if deterministic:
-            config = fixed_config(layout, num_rows, group, num_kv_heads, q.dtype)
+            config = fixed_config(*shape)
+        elif role is COMMON:
+            config = common_config(*shape, _num_processors(q.device))
         else:
-            config = choose_config(layout, num_rows, group, num_kv_heads, q.dtype, _num_processors(q.device))
-    splits, tile_rows, branches = config.num_splits, config.block_m // group, layout.branches
+            config = choose_config(*shape, _num_processors(q.device))
+    splits, tile_rows = config.num_splits, config.block_m // group
+    slots, row_start, starts = layout.slots, layout.row_start, layout.num_computed
+    own_slots, prefix_lens = slots, slots
+    if branches is not None:
+        starts, own_slots = branches
+    search = max(layout.host_rows) > tile_rows
     tiles = num_tiles(layout, num_rows, tile_rows)
-    partial = lse = out
+    if common is not None:
+        prefix_lens = common.of_seqs
+        if role is COMMON:
+            slots, row_start, prefix_lens = common.slots, common.row_start, common.lens
+            search, tiles = True, num_rows // tile_rows + len(common.slots)
+    partial_out = lse = out
     if splits > 1:
         shape = (tiles, num_kv_heads, splits, config.block_m)
         assert tiles * num_kv_heads <= MAX_COUNTERS
-        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        partial_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     _attention_kernel[(tiles, num_kv_heads, splits)](
         q,
         k_cache,
         v_cache,
         out,
-        partial,
+        partial_out,
         lse,
         counters(q.device),
-        layout.slots,
-        layout.row_start,
-        layout.num_computed if branches is None else branches.starts,
-        layout.slots if branches is None else branches.own_slots,
+        slots,
+        row_start,
+        starts,
+        own_slots,
+        prefix_lens,
+        *(prefix or (out, out)),
         layout.block_tables,
         layout.block_tables.stride(0),
-        len(layout.host_rows),
+        len(slots),
         splits,
         config.split_keys,
         scale * _LOG2_E,
@@ -428,11 +589,13 @@ def paged_attention(
         NUM_KV_HEADS=num_kv_heads,
         D=head_dim,
         P=block_size,
-        WINDOW=window or 0,
-        BIDIRECTIONAL=bidirectional,
-        BRANCHES=branches is not None,
+        WINDOW=window,
+        BIDIRECTIONAL=bidirectional or role is COMMON,
+        BRANCHES=branches is not None and role is not COMMON,
+        ROLE=role,
+        WHOLE=config.whole and not window,
         TILE_ROWS=tile_rows,
-        SEARCH=max(layout.host_rows) > tile_rows,
+        SEARCH=search,
         SPLIT=splits > 1,
         CHUNK=config.chunk_keys,
         BLOCK_M=config.block_m,
@@ -440,4 +603,3 @@ def paged_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return out
