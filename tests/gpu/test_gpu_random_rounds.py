@@ -30,8 +30,8 @@ def check(model: Qwen3ForCausalLM, drafter: Drafter, shape: Shape, count: int, s
     mixed = 0
     for _ in range(count // 50):
         mixed += run_both(captured, eager, rounds, 50, exact=True)
-        for ours, theirs in zip(kept(captured, shape), kept(eager, shape), strict=True):
-            assert torch.equal(ours, theirs)
+        ours, theirs = kept(captured, shape), kept(eager, shape)
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert mixed > count // 10, "truncated spans beside full ones"
 
 
@@ -59,15 +59,15 @@ def fill(module: nn.Module) -> None:
 
 @pytest.mark.timeout(240)
 def test_so_do_those_of_a_4b_shape() -> None:
-    """Two layers of it and contexts up to 9,000 tokens: the persistent kernel, and keys in many splits."""
+    """Three layers of it and contexts up to 9,000 tokens: the persistent kernel, and keys in many splits."""
     vocab = 32_000
     full = Qwen3Config.from_pretrained(geometry_folder("qwen3-4b"))
-    config = dataclasses.replace(full, num_hidden_layers=2, windows=full.windows[:2], vocab_size=vocab)
+    config = dataclasses.replace(full, num_hidden_layers=3, windows=full.windows[:3], vocab_size=vocab)
     model = Qwen3ForCausalLM(config, device=DEVICE, dtype=torch.bfloat16)
     fill(model)
     values = read_json(geometry_folder("qwen3-4b-dspark-b7") / "config.json") | {
         "num_hidden_layers": 1,
-        "num_target_layers": 2,
+        "num_target_layers": 3,
         "target_layer_ids": [0, 1],
         "vocab_size": vocab,
         "mask_token_id": 5,

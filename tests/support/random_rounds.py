@@ -98,17 +98,18 @@ def _noise(config: Qwen3Config, shape: Shape, hedging: HedgeLimits | None, like:
     return cache
 
 
-def kept(runner: Runner, shape: Shape) -> list[Tensor]:
+def kept(runner: Runner, shape: Shape) -> dict[str, Tensor]:
     """All that a runner keeps of its sequences, their K/V included."""
     assert runner.drafting is not None
     own = slice(0, shape.slots * shape.columns)
-    caches = (runner.cache, runner.drafting.cache)
-    state = runner.state
-    return [
-        state.tokens[: shape.slots],
-        state.num_computed[: shape.slots],
-        *(values[:, own] for cache in caches for values in (cache.k, cache.v)),
-    ]
+    return {
+        "tokens": runner.state.tokens[: shape.slots],
+        "num_computed": runner.state.num_computed[: shape.slots],
+        "k": runner.cache.k[:, own],
+        "v": runner.cache.v[:, own],
+        "draft k": runner.drafting.cache.k[:, own],
+        "draft v": runner.drafting.cache.v[:, own],
+    }
 
 
 class RandomRounds:
