@@ -344,8 +344,8 @@ class Frontend:
         changes: dict[str, Any] = {}
         if not prompt_token_ids:
             raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= info.vocab_size:
-            bad = next(token for token in prompt_token_ids if not 0 <= token < info.vocab_size)
+        bad = next((token for token in prompt_token_ids if not 0 <= token < info.vocab_size), None)
+        if bad is not None:
             raise RequestError(
                 f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.",
                 param="prompt",
