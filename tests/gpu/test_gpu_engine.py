@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.models.attention import DenseCausalContext
+from paceline.runtime import graphs, sharing
+from paceline.runtime.plan import Span
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
 from support.engines import GOLDEN, complete, golden_cases, golden_prompts, tokens_of
@@ -83,6 +85,31 @@ def test_same_tokens_with_graphs_and_drafters(drafter: str | None, sampling: str
     assert runner_of(core).rounds is not None and runner_of(eager).rounds is None
     assert tokens_of(complete(core, prompts, params)) == plain
     assert drafter is None or core.scheduler.speculation.num_accepted_tokens > 0
+    assert tokens_of(complete(core, prompts, params)) == plain, "again, all warm"
+
+
+@pytest.mark.parametrize("drafter", [None, "dspark_tiny_b7"])
+def test_same_tokens_from_shared_prefixes(drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that attend to common keys once, two prefixes and strangers, against plain eager steps."""
+    first, second = golden_prompts(2, seed=7)
+    tails = golden_prompts(14, seed=8)
+    heads = [(first * 9)[:96], (second * 9)[:70], []]
+    prompts = [[*heads[i % 3], *tail[: 3 + i]] for i, tail in enumerate(tails)]
+    params = [limited(30, seed=i, **list(SAMPLINGS.values())[i % 3]) for i in range(len(prompts))]
+    eager = gpu_core(GOLDEN / "qwen3_tiny", dtype="float32", enforce_eager=True, enable_prefix_caching=False)
+    plain = tokens_of(complete(eager, prompts, params))
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 64)
+    found = []
+
+    def spied(spans: Sequence[Span], num_seqs: int) -> np.ndarray | None:
+        found.append(sharing.group_values(spans, num_seqs))
+        return found[-1]
+
+    monkeypatch.setattr(graphs, "group_values", spied)
+    speculative = None if drafter is None else {"model": str(GOLDEN / drafter), "verify_planner": "off"}
+    core = gpu_core(GOLDEN / "qwen3_tiny", dtype="float32", speculative_config=speculative)
+    assert tokens_of(complete(core, prompts, params)) == plain
+    assert any(values is not None for values in found), "no round was told of common keys"
     assert tokens_of(complete(core, prompts, params)) == plain, "again, all warm"
 
 
