@@ -241,14 +241,14 @@ def draft_case(num_rows: int, dtype: torch.dtype) -> Case:
         return logits.double() + table[rows].double() @ weight.double().T
 
     def chosen() -> tuple[Tensor, ...]:
-        return (scores().gather(1, ops.draft_argmax(logits, low_rank)[:, None]),)
+        return (scores().gather(1, ops.draft_best(logits[:, None], low_rank)[:, 0]),)
 
     def run() -> tuple[Tensor, ...]:
-        ops.draft_argmax(logits, low_rank)
+        ops.draft_best(logits[:, None], low_rank)
         return ()
 
     return Case(
-        "draft_argmax",
+        "draft_best",
         f"R={num_rows}",
         run,
         lambda: (scores().amax(1, keepdim=True),),

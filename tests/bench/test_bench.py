@@ -329,6 +329,59 @@ def test_kernels_are_charged_to_the_innermost_range_they_were_launched_from() ->
     assert kernels == {stages.ROUND: 2, stages.TARGET: 2, stages.MATMULS: 2}
 
 
+def test_persistent_kernels_whose_launch_is_not_seen_are_charged_by_their_order() -> None:
+    """Ranges outside of the stages, and launches that were seen, shift nothing."""
+    events = [
+        event("user_annotation", stages.PHASES, 1, 2),  # of a step that is no round
+        event("user_annotation", stages.ROUND, 10, 90),
+        event("user_annotation", stages.ONE_KERNEL, 20, 10),
+        event("cuda_runtime", "launch", 21, correlation=4),
+        event("user_annotation", stages.PHASES, 22, 2),
+        event("user_annotation", stages.DRAFT_LAYERS, 40, 40),
+        event("user_annotation", stages.DRAFT_KERNEL, 50, 10),
+        event("user_annotation", stages.PHASES, 52, 2),
+        event("cuda_runtime", "launch", 70, correlation=9),
+        event("kernel", "other", 500, 1.0, correlation=9),
+        event("kernel", stages.PHASES, 400, 100.0, correlation=8),
+        event("kernel", stages.PHASES, 200, 1e4, correlation=3),
+        event("kernel", stages.PHASES, 300, 1e3, correlation=6),
+        event("kernel", "embedding", 250, 10.0, correlation=4),
+    ]
+    seconds, kernels = stages.charge_kernels(events)
+    assert seconds == pytest.approx(
+        {stages.ONE_KERNEL: 1.01e-3, stages.DRAFT_KERNEL: 1e-4, stages.DRAFT_LAYERS: 1e-6}
+    )
+    assert kernels == {stages.ONE_KERNEL: 2, stages.DRAFT_KERNEL: 1, stages.DRAFT_LAYERS: 1}
+
+
+def test_gaps_within_rounds_and_from_each_to_the_next() -> None:
+    events = [
+        event("user_annotation", stages.SERVED, 0, 10),
+        event("user_annotation", stages.SERVED, 20, 10),
+        event("user_annotation", stages.SERVED, 40, 10),
+        event("cuda_runtime", "cudaGraphLaunch", 5, correlation=1),
+        event("cuda_runtime", "cudaGraphLaunch", 15, correlation=2),  # of another graph
+        event("cuda_runtime", "cudaMemcpyAsync", 24, correlation=3),
+        event("cuda_runtime", "cudaGraphLaunch", 25, correlation=4),
+        event("cuda_runtime", "cudaGraphLaunch", 45, correlation=5),
+        event("kernel", "a", 100, 10, correlation=1),
+        event("kernel", "b", 105, 15, correlation=1),  # beside the first
+        event("kernel", "c", 123, 7, correlation=1),
+        event("kernel", "others", 131, 2, correlation=2),
+        event("gpu_memcpy", "in", 134, 1, correlation=3),
+        event("kernel", "a", 140, 20, correlation=4),
+        event("kernel", "c", 161, 9, correlation=4),
+        event("kernel", "a", 174, 20, correlation=5),
+        event("kernel", "a", 900, 20, correlation=7),
+    ]
+    gaps = stages.find_gaps(events)
+    assert gaps is not None
+    assert gaps.period_s == pytest.approx(37e-6)
+    assert gaps.within_s == pytest.approx((3 + 1) / 2 * 1e-6)
+    assert gaps.between_s == pytest.approx((10 - 2 - 1 + 4) / 2 * 1e-6)
+    assert stages.find_gaps(events[:9]) is None
+
+
 def test_rows_of_a_round_show_gaps_and_limits() -> None:
     rows = stage_rows(
         {stages.MATMULS: 0.004, stages.HEAD: 0.001}, {stages.MATMULS: 3.0}, 0.006, {stages.MATMULS: 2e9}, 1e12
@@ -336,6 +389,9 @@ def test_rows_of_a_round_show_gaps_and_limits() -> None:
     matmuls, head, gaps, whole = rows
     assert matmuls["limit_share"] == pytest.approx(0.5) and head["limit_share"] is None
     assert gaps["ms"] == pytest.approx(1.0) and whole["kernels"] == 3.0 and whole["share"] == 1.0
+    within, between = stage_rows({}, {}, 0.006, {}, 1e12, stages.Gaps(0.01, 0.001, 0.0002))[-2:]
+    assert (within["ms"], within["share"]) == pytest.approx((1.0, 0.1))
+    assert (between["ms"], between["share"]) == pytest.approx((0.2, 0.02))
 
 
 # ---- what is written, what is refused

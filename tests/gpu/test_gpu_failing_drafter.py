@@ -33,15 +33,15 @@ def test_it_costs_no_request_and_no_later_capture() -> None:
     rounds = runner_of(core).rounds
     assert rounds is not None
     missing = list(rounds.missing)
-    draft = Drafter.draft_with_seconds
+    draft = Drafter.draft
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("out of luck")
-        return draft(*args)
+        return draft(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "draft_with_seconds", failing)
+        patch.setattr(Drafter, "draft", failing)
         assert tokens_of(complete(core, prompts, params)) == plain
         while core.runner.prepare():
             pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,8 +20,9 @@ from paceline.models.drafter_config import DrafterConfig
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.ops import RowNoise
+from paceline.ops import BlockNoise
 from paceline.sampling.noise import gumbel, row_keys
+from paceline.sampling.state import INV_TEMPERATURE, NUM_FLOATS, NUM_INTS, SEED_KEY
 
 DRAFTERS = (
     "dflash_tiny_b16",
@@ -189,6 +190,14 @@ def test_hedge_chains(name: str, round_name: str) -> None:
             close(hedges.logits[row], found[f"{key}.hedge{p}_corrected_logits"])
 
 
+def block_noise(keys: Tensor, starts: Tensor, inv_temperature: Tensor, ids: Tensor) -> BlockNoise:
+    """Noise of as many blocks as there are keys."""
+    floats = torch.zeros(len(keys), NUM_FLOATS, dtype=torch.float64)
+    ints = torch.zeros(len(keys), NUM_INTS, dtype=torch.int64)
+    floats[:, INV_TEMPERATURE], ints[:, SEED_KEY] = inv_temperature.double(), keys
+    return BlockNoise(torch.arange(len(keys), dtype=torch.int32), starts.int(), floats, ints, ids)
+
+
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_chains_that_branch_off_are_those_drafted_with_the_runner_up_given(name: str, noisy: bool) -> None:
@@ -200,32 +209,26 @@ def test_chains_that_branch_off_are_those_drafted_with_the_runner_up_given(name:
     ids = torch.arange(slots.logits.shape[-1], dtype=torch.int32)
     ids = ids if drafter.target_ids is None else drafter.target_ids.int()
     keys = 77 * torch.arange(len(cases)) + 5
+    temperature = torch.ones(len(cases))
+    temperature[-1] = 0.0
+    noise = block_noise(keys, 9 * torch.arange(len(cases)), temperature, ids) if noisy else None
 
-    def row_noise(rows: Tensor) -> Callable[[int], RowNoise] | None:
-        """The noise of blocks, by slot; the last block is greedy."""
-        temperature = 1.0 * (rows < len(cases) - 1)
-        return (lambda slot: RowNoise(keys[rows], 9 * rows + slot, temperature, ids)) if noisy else None
+    def scored(slot: int, logits: Tensor) -> Tensor:
+        added = gumbel(row_keys(keys, 9 * torch.arange(len(cases)) + 1 + slot), ids)
+        return torch.where(temperature[:, None] > 0, logits + added, logits) if noisy else logits
 
-    def scored(rows: Tensor) -> Callable[[int, Tensor], Tensor] | None:
-        def add(slot: int, logits: Tensor) -> Tensor:
-            noise = gumbel(row_keys(keys[rows], 9 * rows + slot), ids)
-            return torch.where((rows < len(cases) - 1)[:, None], logits + noise, logits)
-
-        return add if noisy else None
-
-    blocks, positions = torch.arange(len(cases)), (0, 2, 3)
-    chain = drafter.chain(slots, anchors, noise=scored(blocks))
-    drafts, seconds = drafter.draft_with_seconds(slots, anchors, positions, row_noise(blocks))
-    assert drafts.tolist() == chain.tokens.tolist()
-    assert [second.tolist() for second in seconds] == [chain.runner_up[:, p].tolist() for p in positions]
-    found_chains = drafter.branch_off(
-        slots, anchors, drafts, seconds, positions, row_noise(blocks.repeat_interleave(len(positions)))
-    )
+    positions = (0, 2, 3)
+    chain = drafter.chain(slots, anchors, noise=scored)
+    best = drafter.draft(slots, anchors, noise, count=2)
+    assert best[..., 0].tolist() == chain.tokens.tolist()
+    assert best[..., 1].tolist() == chain.runner_up.tolist()
+    owners = torch.tensor([len(cases) - 1, 0])
+    found_chains = drafter.branch_off(slots, anchors, best, positions, owners, noise)
     for i, p in enumerate(positions):
         given = torch.full_like(chain.tokens, -1)
         given[:, :p], given[:, p] = chain.tokens[:, :p], chain.runner_up[:, p]
-        expected = drafter.chain(slots, anchors, given, noise=scored(blocks)).tokens
-        assert found_chains[:, i].tolist() == expected.tolist()
+        expected = drafter.chain(slots, anchors, given, noise=scored).tokens
+        assert found_chains[:, i].tolist() == expected[owners].tolist()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -302,21 +305,20 @@ def test_drafting_only_tokens_picks_what_the_chain_picks(name: str) -> None:
     contexts = [context_tokens(found, case, "r1")] * 2
     _, slots, greedy = run_rounds(drafter, contexts, [anchor, anchor])
     anchors = torch.tensor([anchor, anchor])
-    assert torch.equal(drafter.draft(slots, anchors), greedy.tokens)
+    assert torch.equal(drafter.draft(slots, anchors)[..., 0], greedy.tokens)
 
     ids = drafter.target_ids
     if ids is None:
         ids = torch.arange(drafter.config.draft_vocab_size)
-    keys, temperature = torch.tensor([5, -7]), torch.tensor([0.0, 0.8])
-
-    def rows(slot: int) -> RowNoise:
-        return RowNoise(keys, torch.tensor([30, 40]) + slot, temperature, ids.to(torch.int32))
+    keys, starts, temperature = torch.tensor([5, -7]), torch.tensor([30, 40]), torch.tensor([0.0, 0.8])
 
     def noisy(slot: int, logits: Tensor) -> Tensor:
-        noise = gumbel(row_keys(keys, rows(slot).positions), rows(slot).token_ids)
+        noise = gumbel(row_keys(keys, starts + 1 + slot), ids.to(torch.int32))
         return torch.stack((logits[0], logits[1] * 0.8 + noise[1]))
 
-    drafts = drafter.draft(slots, anchors, rows)
+    drafts = drafter.draft(slots, anchors, block_noise(keys, starts, temperature, ids.to(torch.int32)))[
+        ..., 0
+    ]
     assert torch.equal(drafts, drafter.chain(slots, anchors, noise=noisy).tokens)
     assert torch.equal(drafts[0], greedy.tokens[0]) and not torch.equal(drafts[1], greedy.tokens[1])
 

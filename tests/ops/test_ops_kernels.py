@@ -19,9 +19,20 @@ from ops_scenes import (
 )
 from torch import Tensor
 
-from paceline.ops import LowRank, RowNoise, draft_argmax, draft_best_two, reference
+from paceline.ops import (
+    BlockNoise,
+    Candidates,
+    ChainHead,
+    LowRank,
+    best_of_buckets,
+    draft_best,
+    draft_candidates,
+    draft_chain,
+    reference,
+)
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.linear import fixed_config
+from paceline.sampling.state import INV_TEMPERATURE, NUM_FLOATS, NUM_INTS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -84,13 +95,30 @@ def test_silu_mul(kernels: Any, shape: tuple[int, ...], dtype: torch.dtype) -> N
     close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def block_noise(num_blocks: int, vocab: int) -> BlockNoise:
+    """Noise of blocks, the last of which is greedy."""
+    floats = torch.rand(9, NUM_FLOATS, dtype=torch.float64, device=DEVICE)
+    ints = torch.randint(-(2**62), 2**62, (9, NUM_INTS), device=DEVICE)
+    slots = torch.randperm(9, device=DEVICE)[:num_blocks].to(torch.int32)
+    floats[slots[-1].long(), INV_TEMPERATURE] = 0.0
+    starts = torch.arange(30, 30 + num_blocks, dtype=torch.int32, device=DEVICE)
+    return BlockNoise(slots, starts, floats, ints, torch.randperm(vocab, device=DEVICE).to(torch.int32))
+
+
+def on_cpu(operands: Any) -> Any:
+    return operands and type(operands)(*(x if x is None else x.cpu() for x in operands))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize(("rows", "vocab", "rank"), [(1, 100, 0), (5, 700, 24), (19, 64, 32)])
-def test_draft_argmax(
+@pytest.mark.parametrize(
+    ("blocks", "slots", "vocab", "rank"), [(1, 1, 100, 0), (5, 1, 700, 24), (7, 1, 64, 32), (3, 6, 130, 0)]
+)
+def test_draft_best(
     kernels: Any,
     monkeypatch: pytest.MonkeyPatch,
-    rows: int,
+    blocks: int,
+    slots: int,
     vocab: int,
     rank: int,
     noisy: bool,
@@ -98,35 +126,86 @@ def test_draft_argmax(
 ) -> None:
     """Also a best score that several tokens share, and a row of NaN."""
     monkeypatch.setattr("paceline.ops.triton.drafts.PROGRAMS", 2)
-    logits = random(rows, 3, vocab, dtype=dtype)[:, 1]
+    logits = random(blocks, slots + 2, vocab, dtype=dtype)[:, 1:-1]
     tied = [7, min(71, vocab - 1), vocab - 1]  # the same place of neighbouring tiles, and another
-    logits[0, tied] = 99.0
+    logits[-1, -1, tied] = 99.0
     low_rank = None
     if rank:
         table, weight = random(9, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
         weight[tied] = weight[7].clone()
-        low_rank = LowRank(table, torch.randint(9, (rows,), device=DEVICE), weight)
-    noise = None
-    if noisy:
-        temperature = torch.rand(rows, device=DEVICE)
-        temperature[0] = 0.0
-        ids = torch.randperm(vocab, device=DEVICE).to(torch.int32)
-        keys = torch.randint(-(2**62), 2**62, (rows,), device=DEVICE)
-        noise = RowNoise(keys, torch.arange(rows, device=DEVICE), temperature, ids)
-    best, two = (op(logits, low_rank, noise) for op in (kernels.draft_argmax, kernels.draft_best_two))
-    low_rank_cpu = low_rank and LowRank(*(x.cpu() for x in low_rank if x is not None))
-    noise_cpu = noise and RowNoise(*(x.cpu() for x in noise))
-    expected = draft_best_two(logits.cpu(), low_rank_cpu, noise_cpu)
-    assert torch.equal(expected[:, 0], draft_argmax(logits.cpu(), low_rank_cpu, noise_cpu))
-    assert best.dtype == two.dtype == torch.int64 and two[0].tolist() == [7, tied[1]]
-    assert torch.equal(best, two[:, 0]) and bool((two[:, 0] != two[:, 1]).all())
+        low_rank = LowRank(table, torch.randint(9, (blocks,), device=DEVICE), weight)
+    noise = block_noise(blocks, vocab) if noisy else None
+    best, two = (kernels.draft_best(logits, low_rank, noise, first=2, count=n) for n in (1, 2))
+    on_host = logits.cpu(), on_cpu(low_rank), on_cpu(noise)
+    expected = draft_best(*on_host, first=2, count=2)
+    assert torch.equal(expected[..., :1], draft_best(*on_host, first=2))
+    assert best.dtype == two.dtype == torch.int64 and two[-1, -1].tolist() == [7, tied[1]]
+    assert torch.equal(best, two[..., :1]) and bool((two[..., 0] != two[..., 1]).all())
     if dtype == torch.float32:
         assert torch.equal(two.cpu(), expected)
     else:  # sums of another order may round a correction differently
         assert (two.cpu() == expected).double().mean() > 0.8
-    logits[-1] = torch.nan
-    assert kernels.draft_argmax(logits, low_rank, noise)[-1] == vocab - 1
-    assert int(kernels.draft_best_two(logits, low_rank, noise).max()) < vocab
+    logits[0, 0] = torch.nan
+    assert int(kernels.draft_best(logits, low_rank, noise)[0, 0]) == vocab - 1
+    assert int(kernels.draft_best(logits, low_rank, noise, count=2).max()) < vocab
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "slots", "vocab", "count"), [(1, 7, 700, 64), (3, 2, 5000, 24), (2, 1, 40, 40)]
+)
+def test_candidates(
+    kernels: Any, blocks: int, slots: int, vocab: int, count: int, noisy: bool, dtype: torch.dtype
+) -> None:
+    logits = random(blocks, slots + 1, vocab, dtype=dtype)[:, :-1].round(decimals=1)  # ties
+    noise = block_noise(blocks, vocab) if noisy else None
+    got = kernels.draft_candidates(logits, noise, count)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.cpu(), draft_candidates(logits.cpu(), on_cpu(noise), count))
+    if not noisy:
+        assert torch.equal(got.cpu(), best_of_buckets(logits.cpu().float(), count))
+    logits[0, 0] = torch.nan
+    got = kernels.draft_candidates(logits, noise, count)
+    assert int(got.min()) >= 0 and int(got.max()) < vocab
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_draft_chain(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, noisy: bool, given: bool, reduced: bool, dtype: torch.dtype
+) -> None:
+    """Candidates and successors overlap, scores tie, and what is chosen from does not fill whole parts."""
+    monkeypatch.setattr("paceline.ops.triton.drafts.CHAIN_ROWS", 16)
+    blocks, slots, vocab, rank, count, more = 5, 4, 300, 24, 28, 12
+    logits = (3 * random(blocks, slots, vocab, dtype=dtype)).round()
+    table, weight = random(400, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
+    weight[::2] = 0.0
+    after = (table @ weight.T).topk(more).indices.to(torch.int32)
+    noise = block_noise(blocks, vocab) if noisy else None
+    ids = torch.randperm(400, device=DEVICE)[:vocab].sort().values if reduced else None
+    head = ChainHead(table, weight, after, ids)
+    candidates = Candidates(logits, kernels.draft_candidates(logits, noise, count), noise)
+    anchors = torch.randint(300, (blocks, 2), dtype=torch.int32, device=DEVICE)[:, 0]
+    owners = fixed = None
+    if given:
+        owners = torch.tensor([4, 0, 4], device=DEVICE)
+        fixed = torch.randint(300, (3, 2, slots), device=DEVICE)
+        fixed = torch.where(torch.rand(fixed.shape, device=DEVICE) < 0.6, -1, fixed)
+    got = kernels.draft_chain(candidates, anchors, head, owners, fixed)
+    on_host = Candidates(logits.cpu(), candidates.ids.cpu(), on_cpu(noise))
+    host_owners, host_fixed = (None, None) if fixed is None or owners is None else (owners.cpu(), fixed.cpu())
+    want = draft_chain(on_host, anchors.cpu(), on_cpu(head), host_owners, host_fixed)
+    assert got.dtype == torch.int64 and got.shape == want.shape
+    if dtype == torch.float32:
+        assert torch.equal(got.cpu(), want)
+    else:
+        assert (got[..., 0, :].cpu() == want[..., 0, :]).double().mean() > 0.8
+    logits[:, 1] = torch.nan
+    got = kernels.draft_chain(candidates, anchors, head, owners, fixed)
+    assert int(got.min()) >= 0 and int(got.max()) < 400
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
@@ -241,6 +320,34 @@ def test_leading_matches(kernels: Any, num_columns: int) -> None:
     ]
     assert kernels.leading_matches(left, wide, limits).tolist() == want
     assert reference.leading_matches(left, right, limits).tolist() == want
+
+
+@pytest.mark.parametrize(("num_seqs", "width"), [(1, 7), (3, 16), (70, 4)])
+def test_rows_of_blocks_and_drafts_behind_them(kernels: Any, num_seqs: int, width: int) -> None:
+    slots = torch.randperm(80, device=DEVICE)[:num_seqs].to(torch.int32)
+    reserved = torch.randint(2, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    computed = torch.randint(0, 200, (80,), dtype=torch.int32, device=DEVICE)
+    tokens = torch.randint(0, 1000, (80, 230), dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 2**31 - 1, (80, 14), dtype=torch.int32, device=DEVICE)
+    operands = (slots, reserved, computed, tokens, tables, width, 16, 77, 5 * 16)
+    for got, want in zip(kernels.block_rows(*operands), reference.block_rows(*operands), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    drafts = torch.randint(1000, (num_seqs, width, 2), device=DEVICE)[..., 0]
+    placed, wanted = tokens.clone(), tokens.clone()
+    kernels.place_drafts(slots, drafts, computed, placed)
+    reference.place_drafts(slots, drafts, computed, wanted)
+    assert torch.equal(placed, wanted) and not torch.equal(placed, tokens)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_synthetic_matches(kernels: Any, rate: float) -> None:
+    keys = torch.randint(-(2**62), 2**62, (60, 3), device=DEVICE)[:, 1]
+    slots = torch.randperm(60, device=DEVICE)[:40].to(torch.int32)
+    anchors = torch.randint(4000, (40, 2), dtype=torch.int32, device=DEVICE)[:, 0]
+    limits = torch.randint(-1, 8, (40,), dtype=torch.int32, device=DEVICE)
+    operands = (keys, slots, anchors, limits, 7, rate)
+    got, want = kernels.synthetic_matches(*operands), reference.synthetic_matches(*operands)
+    assert got.dtype == want.dtype and got.tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 300])

@@ -26,6 +26,9 @@ CAPTURE = {"draft_state": "capture"}
         ("synthetic_accept_length", 0.5, {}),
         ("synthetic_accept_length", math.nan, {}),
         ("hedge", -1, {}),
+        ("markov_candidates", 12, {}),
+        ("markov_candidates", 258, {}),
+        ("markov_candidates", 8192, {}),
     ],
 )
 def test_numbers_out_of_range_are_refused(name: str, value: float, others: dict[str, Any]) -> None:

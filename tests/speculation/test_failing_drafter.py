@@ -62,7 +62,7 @@ def plain() -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("place", ["draft_with_seconds", "write_context"])
+@pytest.mark.parametrize("place", ["draft", "write_context"])
 def test_a_failing_drafter_costs_drafts_alone(
     place: str, options: dict[str, Any], every: int, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_drafter_that_never_works_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Drafter, "draft_with_seconds", sometimes(Drafter.draft_with_seconds, 1))
+    monkeypatch.setattr(Drafter, "draft", sometimes(Drafter.draft, 1))
     with pytest.raises(ConfigError, match=r"dspark_tiny_b7 does not run on cpu \(RuntimeError: out of luck"):
         make(speculative_config={"verify_planner": "auto"})
 

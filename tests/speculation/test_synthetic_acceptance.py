@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runtime.acceptance import synthetic_accepted
+from paceline.ops import synthetic_matches
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.seeds import mix64
 from paceline.speculation.config import SpeculativeConfig
@@ -54,13 +54,15 @@ def test_draws_have_the_mean_asked_for(length: float) -> None:
     seeds = torch.tensor([mix64(i) for i in range(count)])
     anchors = torch.arange(count, dtype=torch.int32) % 997
     drafts = torch.full((count,), 7, dtype=torch.int32)
-    accepted = synthetic_accepted(seeds, anchors, drafts, 7, conditional_rate(length, 7))
+    slots = torch.arange(count, dtype=torch.int32)
+    accepted = synthetic_matches(seeds, slots, anchors, drafts, 7, conditional_rate(length, 7))
     assert float(accepted.float().mean()) + 1 == pytest.approx(length, abs=0.06)
 
 
 def test_spans_with_fewer_drafts_accept_no_more_than_they_have() -> None:
     drafts = torch.tensor([-1, 0, 3, 7], dtype=torch.int32)
-    accepted = synthetic_accepted(torch.arange(4), torch.arange(4, dtype=torch.int32), drafts, 7, 1.0)
+    slots = torch.arange(4, dtype=torch.int32)
+    accepted = synthetic_matches(torch.arange(4), slots, slots, drafts, 7, 1.0)
     assert accepted.tolist() == [0, 0, 3, 7]
 
 

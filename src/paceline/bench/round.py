@@ -2,7 +2,8 @@
 
 The round as it is served is timed first, whole. Then rounds of the same size run uncaptured with their stages
 recorded (:mod:`paceline.bench.stages`). On a GPU kernels take the same time in a graph and out of it, so the
-difference between the whole round and the sum of its kernels is gaps between them.
+difference between the whole round and the sum of its kernels is gaps between them. On a GPU rounds are also
+profiled as they are served, for the gaps within them and between them.
 """
 
 from __future__ import annotations
@@ -61,20 +62,23 @@ def stage_rows(
     round_s: float,
     needed: Mapping[str, float],
     bytes_per_s: float,
+    gaps: stages.Gaps | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of the report: every stage, what lies between them, and the whole.
+    """The rows of the report: every stage, what lies between them, the whole, and the gaps in it.
 
     Args:
         seconds, kernels: of one round, by stage; no kernels on a CPU.
         round_s: of a whole round as it is served.
         needed: bytes each stage must read.
         bytes_per_s: at which memory can be read.
+        gaps: of the rounds as they are served, if they were profiled; shares are of the profiled rounds.
     """
     kernels = {**kernels, "round": sum(kernels.values())} if kernels else kernels
     rest = round_s - sum(seconds.values())
     parts = [(stage, seconds[stage], needed.get(stage, 0.0)) for stage in stages.STAGES if stage in seconds]
     parts.append(("between stages", rest, 0.0))
     parts.append(("round", round_s, sum(needed.values())))
+    idle = [] if gaps is None else [("idle within rounds", gaps.within_s), ("idle between", gaps.between_s)]
     return [
         {
             "stage": stage,
@@ -86,6 +90,10 @@ def stage_rows(
             "limit_share": size / bytes_per_s / taken if size else None,
         }
         for stage, taken, size in parts
+    ] + [
+        {"stage": stage, "ms": 1e3 * taken, "share": taken / gaps.period_s}
+        for stage, taken in idle
+        if gaps is not None
     ]
 
 
@@ -118,10 +126,11 @@ def measure_round(
             "cache on."
         )
     round_s = statistics.median(rounds)
+    gaps = _record_gaps(driver, prompts, output_len)
     seconds, kernels = _record(driver, prompts, output_len)
     floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
     needed = stage_bytes(floor, batch_size * (context_len + output_len / 2), seconds.keys())
-    return stage_rows(seconds, kernels, round_s, needed, bytes_per_s)
+    return stage_rows(seconds, kernels, round_s, needed, bytes_per_s, gaps)
 
 
 def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_rounds: int) -> Report:
@@ -143,6 +152,15 @@ def run_round(engine: EngineConfig, batch_size: int, context_len: int, num_round
         plot=Plot("stage", "ms", bars=True),
         results=measure_round(driver, batch_size, context_len, num_rounds, bytes_per_s),
     )
+
+
+def _record_gaps(driver: Driver, prompts: list[list[int]], output_len: int) -> stages.Gaps | None:
+    """Gaps between the kernels of rounds as they are served; None on a CPU."""
+    if runner_of(driver.core).device.type != "cuda":
+        return None
+    recorder = stages.GapRecorder()
+    driver.run_recorded(prompts, output_len, recorder.profiled())
+    return recorder.gaps
 
 
 def _record(

@@ -13,7 +13,7 @@ The embedding and the head are the target's, never copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,13 @@ class Chain(NamedTuple):
     runner_up: Tensor
     logits: Tensor
     confidence: Tensor | None
+
+
+WHOLE_VOCABULARY: Final = 64
+"""Vocabularies of fewer than so many times the candidates are scored whole: it costs as little."""
+
+SUCCESSOR_ROWS: Final = 1024
+"""Tokens whose successors are looked for at once: bounds the memory."""
 
 
 class _Step(NamedTuple):
@@ -139,6 +146,15 @@ class MarkovHead(nn.Module):
         keep = torch.sigmoid(a)
         return torch.tanh(o), keep * state + (1 - keep) * torch.tanh(b)
 
+    def chain_head(self, num_successors: int, target_ids: Tensor | None) -> ops.ChainHead:
+        """The vanilla head for chains that look at candidates only."""
+        table, weight = self.markov_w1.weight.detach(), self.markov_w2.weight.detach()
+        successors = [
+            ops.draft_candidates((rows @ weight.T)[:, None], None, num_successors)[:, 0]
+            for rows in table.split(SUCCESSOR_ROWS)
+        ]
+        return ops.ChainHead(table, weight, torch.cat(successors), target_ids)
+
     def low_rank(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[ops.LowRank, Tensor]:
         """One slot's correction, not multiplied out: (int [N], [N, d], state [N, r]) -> (it, next state)."""
         table, rows = self.markov_w1.weight, previous
@@ -199,6 +215,8 @@ class Drafter(nn.Module):
         self._packed_qkv: list[Tensor | None] = [None] * num_layers
         self._packed_context: Tensor | None = None
         self._k_norms: Tensor | None = None  # [layers, D]
+        self._candidates = 0  # of each slot of a chain; 0 for the whole vocabulary
+        self._chain_head: ops.ChainHead | None = None
         self.qkv_bias = (
             nn.Parameter(torch.empty(num_layers, rows, device=device, dtype=dtype))
             if shape.attention_bias
@@ -235,6 +253,22 @@ class Drafter(nn.Module):
         self._packed_qkv = [ops.pack_linear(weight) for weight in weights]
         self._packed_context = ops.pack_linear(weights[:, first:].flatten(0, 1))
         self._k_norms = torch.stack([layer.k_norm.weight for layer in self.draft_layers()])
+
+    def restrict(self, num_candidates: int) -> bool:
+        """From now on a chain's slot chooses among its ``num_candidates`` best tokens before the correction
+        and half as many whose correction is largest, instead of all. What is drafted changes little, and what
+        is accepted of it is exact either way.
+
+        Returns:
+            Whether that is done: only for a vanilla Markov head over a vocabulary large enough to gain by it.
+        """
+        head = self.markov_head
+        large = self.config.draft_vocab_size >= WHOLE_VOCABULARY * num_candidates
+        if head is None or head.kind != "vanilla" or not large:
+            return False
+        self._candidates = num_candidates
+        self._chain_head = head.chain_head(num_candidates // 2, self.target_ids)
+        return True
 
     @property
     def target(self) -> Qwen3ForCausalLM:
@@ -318,8 +352,11 @@ class Drafter(nn.Module):
         Returns:
             [*blocks, W, d] after the final norm, for every slot.
         """
-        tokens = self.block_tokens(anchors)
         positions = starts[..., None] + torch.arange(self.config.block_size, device=anchors.device)
+        return self.forward_rows(self.block_tokens(anchors), positions, context)
+
+    def forward_rows(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """:meth:`forward` of blocks whose rows are laid out: what they are fed, where, int [*blocks, W]."""
         cos_sin = self.rope()
         layers = self.draft_layers()
         norms = [*(layer.input_layernorm for layer in layers), self.norm]
@@ -344,53 +381,39 @@ class Drafter(nn.Module):
         return DraftSlots(drafts, self.head(drafts))
 
     def draft(
-        self, slots: DraftSlots, anchors: Tensor, noise: Callable[[int], ops.RowNoise] | None = None
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        noise: ops.BlockNoise | None = None,
+        *,
+        count: int = 1,
     ) -> Tensor:
         """Only the tokens of :meth:`chain`, with as little memory touched as can be.
 
         Args:
             slots: g slots of N blocks.
             anchors: int [N].
-            noise: maps a slot to the noise of its N rows, for sampled requests.
+            noise: of the blocks, for sampled requests.
+            count: 2 for the second best beside each token, of the very scores, noise included, that the best
+                was chosen from.
 
         Returns:
-            int64 [N, g], target ids.
+            int64 [N, g, count], target ids.
         """
-        return self.draft_with_seconds(slots, anchors, (), noise)[0]
-
-    def draft_with_seconds(
-        self,
-        slots: DraftSlots,
-        anchors: Tensor,
-        positions: Sequence[int],
-        noise: Callable[[int], ops.RowNoise] | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """:meth:`draft`, and the exact second best at each of ``positions``, int64 [N] each: of the very
-        scores, noise included, that the best was chosen from.
-        """
-        head, tokens, seconds = self.markov_head, [anchors.long()], []
-        state = None if head is None else head.initial_state(slots.hidden[:, 0])
-        for slot in range(slots.hidden.shape[1]):
-            low_rank = None
-            if head is not None and state is not None:
-                low_rank, state = head.low_rank(tokens[-1], slots.hidden[:, slot], state)
-            arguments = slots.logits[:, slot], low_rank, None if noise is None else noise(slot)
-            if slot in positions:
-                best, second = self._to_target(ops.draft_best_two(*arguments)).unbind(-1)
-                seconds.append(second)
-            else:
-                best = self._to_target(ops.draft_argmax(*arguments))
-            tokens.append(best)
-        return torch.stack(tokens[1:], dim=-1), seconds
+        if self.markov_head is None:
+            return self._to_target(ops.draft_best(slots.logits, None, noise, count=count))
+        if self._chain_head is not None:
+            return ops.draft_chain(self._candidates_of(slots, noise), anchors, self._chain_head)[..., :count]
+        return self._whole_chain(slots, anchors, None, noise, count)
 
     def branch_off(
         self,
         slots: DraftSlots,
         anchors: Tensor,
         drafts: Tensor,
-        seconds: Sequence[Tensor],
         positions: Sequence[int],
-        noise: Callable[[int], ops.RowNoise] | None = None,
+        blocks: Tensor,
+        noise: ops.BlockNoise | None = None,
     ) -> Tensor:
         """Hedge chains: the drafts before a position, the second best there, and from there on drafted on the
         same logits with the new predecessor. The parallel pass is not repeated.
@@ -398,30 +421,56 @@ class Drafter(nn.Module):
         Args:
             slots: g slots of N blocks.
             anchors: int [N].
-            drafts, seconds: what :meth:`draft_with_seconds` returned.
+            drafts: [N, g, 2], what :meth:`draft` returned.
             positions: C of them, ascending.
-            noise: maps a slot to the noise of its N * C rows, block by block.
+            blocks: int64 [M], those that get chains.
+            noise: of the N blocks.
 
         Returns:
-            int64 [N, C, g], target ids.
+            int64 [M, C, g], target ids.
         """
-        count, head = len(positions), self.markov_head
-        chains = drafts[:, None].repeat(1, count, 1)
-        for i, (position, second) in enumerate(zip(positions, seconds, strict=True)):
-            chains[:, i, position] = second
-        if head is None:  # a slot's logits do not depend on the token before it
-            return chains
-        hidden = slots.hidden.repeat_interleave(count, dim=0)  # [N * C, g, d]
-        previous, state = anchors.long().repeat_interleave(count), head.initial_state(hidden[:, 0])
-        for slot in range(hidden.shape[1]):
-            low_rank, state = head.low_rank(previous, hidden[:, slot], state)
-            begun = sum(position < slot for position in positions)
-            if begun:
-                logits = slots.logits[:, slot].repeat_interleave(count, dim=0)
-                best = ops.draft_argmax(logits, low_rank, None if noise is None else noise(slot))
-                chains[:, :begun, slot] = self._to_target(best).view(-1, count)[:, :begun]
-            previous = chains[:, :, slot].reshape(-1)
-        return chains
+        best, second = drafts[blocks].unbind(-1)  # [M, g]
+        given = torch.full_like(best, -1)[:, None].repeat(1, len(positions), 1)  # [M, C, g]
+        for i, position in enumerate(positions):
+            given[:, i, :position] = best[:, :position]
+            given[:, i, position] = second[:, position]
+        if self.markov_head is None:  # a slot's logits do not depend on the token before it
+            return torch.where(given < 0, best[:, None], given)
+        if self._chain_head is not None:
+            candidates = self._candidates_of(slots, noise)
+            return ops.draft_chain(candidates, anchors, self._chain_head, blocks, given)[..., 0]
+        rows = blocks.repeat_interleave(len(positions))  # [M * C]
+        picked = DraftSlots(slots.hidden[rows], slots.logits[rows])
+        noise = None if noise is None else noise.pick(rows)
+        chains = self._whole_chain(picked, anchors[rows], given.flatten(0, 1), noise, 1)
+        return chains.view_as(given)
+
+    def _candidates_of(self, slots: DraftSlots, noise: ops.BlockNoise | None) -> ops.Candidates:
+        ids = ops.draft_candidates(slots.logits, noise, self._candidates)
+        return ops.Candidates(slots.logits, ids, noise)
+
+    def _whole_chain(
+        self,
+        slots: DraftSlots,
+        anchors: Tensor,
+        given: Tensor | None,
+        noise: ops.BlockNoise | None,
+        count: int,
+    ) -> Tensor:
+        """Chains [N, g, count] that choose among all tokens where ``given`` [N, g] does not say."""
+        head, previous, found = self.markov_head, anchors.long(), []
+        assert head is not None
+        state = head.initial_state(slots.hidden[:, 0])
+        for slot in range(slots.hidden.shape[1]):
+            low_rank, state = head.low_rank(previous, slots.hidden[:, slot], state)
+            logits = slots.logits[:, slot : slot + 1]
+            best = self._to_target(ops.draft_best(logits, low_rank, noise, first=slot, count=count))[:, 0]
+            previous = best[:, 0]
+            if given is not None:
+                previous = torch.where(given[:, slot] < 0, previous, given[:, slot])
+                best = torch.cat((previous[:, None], best[:, 1:]), dim=1)
+            found.append(best)
+        return torch.stack(found, dim=1)
 
     def chain(
         self,
@@ -469,6 +518,12 @@ class Drafter(nn.Module):
                 z, state = head.step(head.markov_w1(previous), slots.hidden[..., slot, :], state)
                 logits = logits + head.markov_w2(z).float()
             scores = logits if noise is None else noise(slot, logits)
+            if self._chain_head is not None:
+                alone = slots.logits[..., slot, :].float()
+                own = ops.best_of_buckets(alone if noise is None else noise(slot, alone), self._candidates)
+                known = torch.cat((own, self._chain_head.successors[previous]), dim=-1).long()
+                among = torch.full_like(scores, -torch.inf)
+                scores = among.scatter_(-1, known, scores.gather(-1, known))
             best = scores.argmax(-1)
             previous = self._to_target(best)
             if given is not None:

@@ -11,21 +11,35 @@ from torch import Tensor
 from paceline.ops import reference, reference_attention
 from paceline.ops.activation import silu_mul
 from paceline.ops.dispatch import differentiated, kernels
-from paceline.ops.drafts import LowRank, RowNoise, draft_argmax, draft_best_two
+from paceline.ops.drafts import (
+    BlockNoise,
+    Candidates,
+    ChainHead,
+    LowRank,
+    best_of_buckets,
+    draft_best,
+    draft_candidates,
+    draft_chain,
+)
 from paceline.ops.layout import Branches, CommonKeys, RowLayout
 from paceline.ops.linear import linear, linear_parts, linear_silu_mul, pack_linear
 
 __all__ = [
+    "BlockNoise",
     "Branches",
+    "Candidates",
+    "ChainHead",
     "CommonKeys",
     "LowRank",
     "RowLayout",
-    "RowNoise",
     "add_rms_norm",
     "advance",
+    "best_of_buckets",
+    "block_rows",
     "cache_slots",
-    "draft_argmax",
-    "draft_best_two",
+    "draft_best",
+    "draft_candidates",
+    "draft_chain",
     "kv_norm_rope_write",
     "leading_matches",
     "linear",
@@ -33,10 +47,12 @@ __all__ = [
     "linear_silu_mul",
     "pack_linear",
     "paged_attention",
+    "place_drafts",
     "qk_norm_rope_write",
     "rms_norm",
     "silu_mul",
     "span_rows",
+    "synthetic_matches",
 ]
 
 
@@ -130,7 +146,7 @@ def span_rows(
     block_size: int,
     last: int,
     scratch: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows of N spans of W: anchors and drafts.
 
     A row that nobody asked for (beyond the drafts, or of no sequence) writes to the scratch block, and reads
@@ -148,10 +164,75 @@ def span_rows(
         scratch: first cache slot of the scratch block.
 
     Returns:
-        positions and tokens [N * W] int32, cache slots [N * W] int64.
+        positions and tokens [N * W] int32, cache slots [N * W] int64, slots [N * W] int32.
     """
     lay_out = kernels().span_rows if slots.is_cuda else reference.span_rows
     return lay_out(slots, drafts, num_computed, tokens, block_tables, width, block_size, last, scratch)
+
+
+def block_rows(
+    slots: Tensor,
+    reserved: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    tables: Tensor,
+    width: int,
+    block_size: int,
+    mask_id: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows of N drafter's blocks of W: anchors, the newest tokens, and mask tokens behind them.
+
+    Args:
+        slots: [N] int32.
+        reserved: [N] int32; where it is 0, rows write to the scratch block.
+        num_computed: [S] int32, position of each slot's anchor.
+        tokens: [S, L] int32 contiguous, known and tentative tokens.
+        tables: [S, M] int32 contiguous, blocks of the drafter's K/V.
+        width: W.
+        block_size: P.
+        mask_id: the mask token.
+        scratch: first cache slot of the scratch block.
+
+    Returns:
+        the anchors' positions [N] int32; positions and tokens [N * W] int32, cache slots [N * W] int64.
+    """
+    lay_out = kernels().block_rows if slots.is_cuda else reference.block_rows
+    return lay_out(slots, reserved, num_computed, tokens, tables, width, block_size, mask_id, scratch)
+
+
+def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Tensor) -> None:
+    """Write drafts behind the newest tokens, as tentative ones.
+
+    Args:
+        slots: [N] int32; no slot twice, but where there is no sequence.
+        drafts: [N, g] int64, columns of any stride.
+        num_computed: [S] int32, position of each slot's newest token.
+        tokens: [S, L] int32 contiguous, written.
+    """
+    place = kernels().place_drafts if slots.is_cuda else reference.place_drafts
+    place(slots, drafts, num_computed, tokens)
+
+
+def synthetic_matches(
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+) -> Tensor:
+    """How many of the first columns stand when each does with a given chance: a function of sequence seed and
+    position.
+
+    Args:
+        seed_keys: [S] int64 of any stride, ``mix64`` of the slots' sequence seeds.
+        slots: [N] int32.
+        anchors: [N] int32 of any stride; column j is drawn for position ``anchor + 1 + j``.
+        limits: [N] integer, columns of each row that count; less than none is none.
+        num_columns: K.
+        rate: chance of a column to stand if all before it do.
+
+    Returns:
+        [N] int32 in 0..min(limits, K).
+    """
+    count = kernels().synthetic_matches if slots.is_cuda else reference.synthetic_matches
+    return count(seed_keys, slots, anchors, limits, num_columns, rate)
 
 
 def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:

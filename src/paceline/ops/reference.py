@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.sampling.noise import row_keys
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang & Sennrich, arXiv:1910.07467).
@@ -61,15 +63,56 @@ def span_rows(
     block_size: int,
     last: int,
     scratch: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions, tokens and cache slots of spans' rows."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, tokens, cache slots and slots of spans' rows."""
     offset = torch.arange(width, dtype=torch.int32, device=slots.device)
     row_slot = slots.repeat_interleave(width, output_size=len(slots) * width)
     positions = (num_computed[slots][:, None] + offset).view(-1).clamp(max=last)
     fed = tokens.view(-1)[row_slot.long() * tokens.shape[1] + positions]
     real = (offset <= drafts[:, None]).view(-1)
     own = cache_slots(block_tables, block_size, row_slot, positions)
-    return positions, fed, torch.where(real, own, scratch + positions % block_size)
+    return positions, fed, torch.where(real, own, scratch + positions % block_size), row_slot
+
+
+def block_rows(
+    slots: Tensor,
+    reserved: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    tables: Tensor,
+    width: int,
+    block_size: int,
+    mask_id: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Anchors' positions, and positions, tokens and cache slots of drafter's blocks."""
+    offset = torch.arange(width, dtype=torch.int32, device=slots.device)
+    starts = num_computed[slots]
+    positions = (starts[:, None] + offset).view(-1)
+    anchors = tokens.view(-1)[slots.long() * tokens.shape[1] + starts]
+    fed = torch.where(offset == 0, anchors[:, None], mask_id).view(-1)
+    own = cache_slots(tables, block_size, slots.repeat_interleave(width), positions)
+    there = (reserved != 0).repeat_interleave(width)
+    return starts, positions, fed, torch.where(there, own, scratch + positions % block_size)
+
+
+def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Tensor) -> None:
+    """Write drafts behind the anchors."""
+    offset = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+    first = slots.long() * tokens.shape[1] + num_computed[slots].long()
+    tokens.view(-1).index_copy_(0, (first[:, None] + offset).view(-1), drafts.reshape(-1).to(torch.int32))
+
+
+def synthetic_matches(
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+) -> Tensor:
+    """Leading columns whose uniform number lies below the rate."""
+    column = torch.arange(num_columns, device=anchors.device, dtype=limits.dtype)
+    positions = anchors[:, None] + 1 + column  # [N, K]
+    keys = row_keys(seed_keys[slots].repeat_interleave(num_columns), positions.view(-1))
+    uniform = (keys[:, 1].long() & 0x7FFFFFFF).view_as(positions)  # 31 bits
+    stands = (uniform < round(rate * 2**31)) & (column < limits[:, None])
+    return stands.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
 
 
 def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:

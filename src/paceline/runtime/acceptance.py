@@ -1,4 +1,4 @@
-"""The acceptance rule: a draft stands while it equals the row's own sample. And its synthetic stand-in."""
+"""The acceptance rule: a draft stands while it equals the row's own sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline import ops
-from paceline.sampling.noise import row_keys
 from paceline.sampling.sampler import LogprobTensors
 
 
@@ -91,29 +90,3 @@ def accept_chains(
     left = num_drafts[parents] - branches.to(num_drafts.dtype) - 1
     more = 1 + count_accepted(draws, tokens[:, 1:], left)
     return accepted.index_add(0, parents, torch.where(won, more, 0)), won
-
-
-def synthetic_accepted(
-    seed_keys: Tensor, anchors: Tensor, num_drafts: Tensor, width: int, rate: float
-) -> Tensor:
-    """How many leading drafts of each span stand when each stands with a given chance, whatever it is.
-
-    A function of sequence seed and position, like every draw: the same in any batch or step. For measuring
-    only (:mod:`paceline.speculation.synthetic`).
-
-    Args:
-        seed_keys: [N] int64, ``mix64`` of the sequence seeds.
-        anchors: [N] int32, position of each span's anchor.
-        num_drafts: [N] int32, drafts of each span, 0..K.
-        width: K.
-        rate: chance of a draft to stand if all before it do.
-
-    Returns:
-        [N] int32 in 0..num_drafts.
-    """
-    column = torch.arange(width, device=anchors.device, dtype=num_drafts.dtype)
-    positions = anchors[:, None] + 1 + column  # [N, K]
-    keys = row_keys(seed_keys[:, None].expand_as(positions).reshape(-1), positions.reshape(-1))
-    uniform = (keys[:, 1].long() & 0x7FFFFFFF).view_as(positions)  # 31 bits
-    stands = (uniform < round(rate * 2**31)) & (column < num_drafts[:, None])
-    return stands.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)

@@ -319,6 +319,14 @@ def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | N
             f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "
             f"{drafter.config.method!r} drafter. Drop the method or name another drafter."
         )
+    candidates = speculation.markov_candidates
+    if candidates is not None and target.embed_tokens.weight.is_cuda and drafter.restrict(candidates):
+        logger.info(
+            "Markov head: each draft is chosen among %d tokens and %d successors of the one before it, of %s",
+            candidates,
+            candidates // 2,
+            f"{drafter.config.draft_vocab_size:,}",
+        )
     return drafter
 
 

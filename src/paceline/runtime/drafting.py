@@ -12,7 +12,7 @@ verified like any drafts, and refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,16 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline import ops
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter, DraftSlots
-from paceline.ops import RowLayout, RowNoise, cache_slots
-from paceline.runtime.acceptance import synthetic_accepted
+from paceline.ops import BlockNoise, RowLayout
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.sharing import Groups
 from paceline.runtime.state import SlotState
-from paceline.sampling.state import INV_TEMPERATURE, SEED_KEY
+from paceline.sampling.state import SEED_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ class DraftStage:
         self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
         self._state = state
         self._width = drafter.config.block_size
+        self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._token_ids = None if drafter.target_ids is None else drafter.target_ids.to(torch.int32)
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
         self._tables = state.block_tables if self._captures is None else self._captures.draft_tables
         if window is not None:
@@ -144,8 +146,10 @@ class DraftStage:
         """
         if self.synthetic_rate is None:
             return accepted
-        seed_keys = self._state.sampling.ints[:, SEED_KEY][slots]
-        return synthetic_accepted(seed_keys, anchors, num_drafts, self.num_drafts, self.synthetic_rate)
+        seed_keys = self._state.sampling.ints[:, SEED_KEY]
+        return ops.synthetic_matches(
+            seed_keys, slots, anchors, num_drafts, self.num_drafts, self.synthetic_rate
+        )
 
     def propose(
         self,
@@ -154,7 +158,7 @@ class DraftStage:
         max_context: int,
         *,
         noise: bool,
-        unreserved: Tensor | None = None,
+        reserved: Tensor | None = None,
         hedging: Hedging | None = None,
         groups: Groups | None = None,
     ) -> None:
@@ -165,13 +169,13 @@ class DraftStage:
             count: N.
             max_context: upper bound of the anchors' positions + 1.
             noise: whether any of the slots draws at random.
-            unreserved: which of the sequences, bool [N], have no blocks for a proposal: what is drafted for
-                them is not used, and is written to the scratch block.
+            reserved: [N] int32, 0 for sequences without blocks for a proposal: what is drafted for them is
+                not used, and their K/V is written to the scratch block. None: all have theirs.
             hedging: which of them get hedge chains beside their drafts; None for none.
             groups: which of them have keys in common that are attended to once; None for none.
         """
         with self._forgiven():
-            self._propose(slots, count, max_context, noise, unreserved, hedging, groups)
+            self._propose(slots, count, max_context, noise, reserved, hedging, groups)
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
@@ -194,60 +198,45 @@ class DraftStage:
         count: int,
         max_context: int,
         noise: bool,
-        unreserved: Tensor | None,
+        reserved: Tensor | None,
         hedging: Hedging | None,
         groups: Groups | None,
     ) -> None:
         state = self._state
-        starts = state.num_computed[slots]  # [N] position of each anchor: the first not computed
-        flat = slots.long() * state.tokens.shape[1] + starts
-        anchors = state.tokens.view(-1)[flat]
-        layout = self._layout(slots, starts, count, max_context, unreserved)
+        layout, starts, tokens = self._rows(slots, count, max_context, reserved)
         if groups is not None and self._captures is None:  # captured draft state is shared by nobody
             layout.common = groups.keys(layout.row_start)
-        slots_out = self._draft_slots(anchors, starts, count, layout)
-        positions = () if hedging is None else hedging.positions
+        slots_out = self._draft_slots(tokens, count, layout)
+        anchors = tokens[:, 0]
         row_noise = self._noise(slots, starts) if noise else None
-        drafts, seconds = self.drafter.draft_with_seconds(slots_out, anchors, positions, row_noise)
+        best = self.drafter.draft(slots_out, anchors, row_noise, count=1 if hedging is None else 2)
         if hedging is not None:
-            self._hedge(hedging, slots, starts, slots_out, anchors, drafts, seconds, noise)
-        offsets = torch.arange(1, self.num_drafts + 1, device=slots.device)
-        target = flat[:, None] + offsets  # [N, g]
-        state.tokens.view(-1).index_copy_(0, target.view(-1), drafts.view(-1).to(torch.int32))
+            self._hedge(hedging, slots, slots_out, anchors, best, row_noise)
+        ops.place_drafts(slots, best[..., 0], state.num_computed, state.tokens)
 
     def _hedge(
         self,
         hedging: Hedging,
         slots: Tensor,
-        starts: Tensor,
         slots_out: DraftSlots,
         anchors: Tensor,
-        drafts: Tensor,
-        seconds: Sequence[Tensor],
-        noise: bool,
+        best: Tensor,
+        noise: BlockNoise | None,
     ) -> None:
         """Make the hedge chains of some of the sequences that were just drafted for."""
         picked = hedging.places.clamp(min=0).long()  # [places]
-        count = len(hedging.positions)
-        row = picked.repeat_interleave(count)
-        chains = self.drafter.branch_off(
-            DraftSlots(slots_out.hidden[picked], slots_out.logits[picked]),
-            anchors[picked],
-            drafts[picked],
-            [second[picked] for second in seconds],
-            hedging.positions,
-            self._noise(slots[row], starts[row]) if noise else None,
-        )
+        chains = self.drafter.branch_off(slots_out, anchors, best, hedging.positions, picked, noise)
         owners = torch.where(hedging.places >= 0, slots[picked], self._state.spare).long()
-        self.hedges[:, :count].index_copy_(0, owners, chains.to(torch.int32))
+        self.hedges[:, : chains.shape[1]].index_copy_(0, owners, chains.to(torch.int32))
 
-    def _draft_slots(self, anchors: Tensor, starts: Tensor, count: int, layout: RowLayout) -> DraftSlots:
-        """The parallel pass over ``count`` blocks: their slots that are drafts."""
+    def _draft_slots(self, tokens: Tensor, count: int, layout: RowLayout) -> DraftSlots:
+        """The parallel pass over blocks [N, W] of tokens: their slots that are drafts."""
         few_rows = None if self._few_rows is None else self._few_rows.draft(count)
         if few_rows is None:
-            hidden = self.drafter(anchors, starts, PagedContext(self.cache, layout))
+            context = PagedContext(self.cache, layout)
+            hidden = self.drafter.forward_rows(tokens, layout.positions.view_as(tokens), context)
             return self.drafter.slots(hidden, self.num_drafts)
-        hidden, logits = few_rows(self.drafter.block_tokens(anchors).view(-1), layout)
+        hidden, logits = few_rows(tokens.view(-1), layout)
         first = self.drafter.config.first_slot
         last = first + self.num_drafts
         return DraftSlots(
@@ -255,28 +244,30 @@ class DraftStage:
             logits.view(count, self._width, -1)[:, first:last],
         )
 
-    def _layout(
-        self,
-        slots: Tensor,
-        starts: Tensor,
-        count: int,
-        max_context: int,
-        unreserved: Tensor | None,
-    ) -> RowLayout:
-        """Rows of N blocks: positions start … start + W - 1 of each slot."""
+    def _rows(
+        self, slots: Tensor, count: int, max_context: int, reserved: Tensor | None
+    ) -> tuple[RowLayout, Tensor, Tensor]:
+        """Rows of N blocks, at positions start … start + W - 1 of each slot; the starts [N], and what the
+        blocks are fed [N, W].
+        """
         state, width = self._state, self._width
-        step = torch.arange(count + 1, device=slots.device, dtype=torch.int32)
-        positions = (starts[:, None] + torch.arange(width, device=slots.device, dtype=torch.int32)).view(-1)
-        row_seq = step[:-1].repeat_interleave(width, output_size=count * width)
-        kv_slots = cache_slots(self._tables, state.block_size, slots[row_seq], positions)
-        if unreserved is not None:
-            # Block 0 is nobody's when rows are captured; with paged draft state the last one is.
-            block = self.cache.k.shape[1] - 1 if self._captures is None else 0
-            scratch = block * state.block_size + positions % state.block_size
-            kv_slots = torch.where(unreserved[row_seq], scratch, kv_slots)
-        return RowLayout(
+        # Block 0 is nobody's when rows are captured; with paged draft state the last one is.
+        scratch_block = self.cache.k.shape[1] - 1 if self._captures is None else 0
+        starts, positions, tokens, kv_slots = ops.block_rows(
+            slots,
+            torch.ones_like(slots) if reserved is None else reserved,
+            state.num_computed,
+            state.tokens,
+            self._tables,
+            width,
+            state.block_size,
+            self.drafter.config.mask_token_id,
+            scratch_block * state.block_size,
+        )
+        row_start, row_seq = self._shape(count)
+        layout = RowLayout(
             slots=slots,
-            row_start=step * width,
+            row_start=row_start,
             row_seq=row_seq,
             positions=positions,
             kv_slots=kv_slots,
@@ -285,17 +276,24 @@ class DraftStage:
             host_rows=(width,) * count,
             host_max_context=max_context + width,
         )
+        return layout, starts, tokens.view(count, width)
 
-    def _noise(self, slots: Tensor, starts: Tensor) -> Callable[[int], RowNoise]:
-        """The sampler's own noise on the draft's logits, by draft slot.
+    def _shape(self, count: int) -> tuple[Tensor, Tensor]:
+        """``row_start`` and ``row_seq`` of ``count`` blocks."""
+        if count not in self._shapes:
+            step = torch.arange(count + 1, device=self._state.device, dtype=torch.int32)
+            row_seq = step[:-1].repeat_interleave(self._width)
+            self._shapes[count] = step * self._width, row_seq
+        return self._shapes[count]
+
+    def _noise(self, slots: Tensor, starts: Tensor) -> BlockNoise:
+        """The sampler's own noise on the drafts' logits.
 
         The token at a position is drawn with noise keyed by (seed, position). A drafter that adds the same
         noise to its own logits proposes what the target will draw whenever the two distributions are close,
         at any temperature (coupling by common random numbers; Daliri, Musco and Suresh 2024,
         arXiv:2408.07978). What is accepted is exact either way.
         """
-        sampling, ids = self._state.sampling, self.drafter.target_ids
-        seed_keys = sampling.ints[:, SEED_KEY][slots]
-        inv_temperature = sampling.floats[:, INV_TEMPERATURE][slots].float()
-        token_ids = sampling.token_ids if ids is None else ids.to(torch.int32)
-        return lambda slot: RowNoise(seed_keys, starts + slot + 1, inv_temperature, token_ids)
+        sampling, ids = self._state.sampling, self._token_ids
+        token_ids = sampling.token_ids if ids is None else ids
+        return BlockNoise(slots, starts, sampling.floats, sampling.ints, token_ids)

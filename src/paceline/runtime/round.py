@@ -110,10 +110,10 @@ class DecodeRound:
     def __call__(self) -> Verified:
         """Run the round on ``inputs``."""
         slots, drafts, propose = self.inputs.unbind(0)
-        layout, tokens = self._rows(slots, drafts)
+        layout, tokens, row_slots = self._rows(slots, drafts)
         drafting = self._drafting
         if self._hedged is None:
-            output = self._verify(slots, drafts, layout, tokens)
+            output = self._verify(slots, drafts, layout, tokens, row_slots)
         else:
             output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
         state = self._state
@@ -124,23 +124,26 @@ class DecodeRound:
                 self.shape.num_seqs,
                 self._max_context,
                 noise=self.shape.kind != "greedy",
-                unreserved=propose == 0,
+                reserved=propose,
                 groups=self._groups,
                 hedging=Hedging(self.hedge_inputs[1], self.shape.hedges) if self.shape.places else None,
             )
         return output
 
-    def _verify(self, slots: Tensor, drafts: Tensor, layout: RowLayout, tokens: Tensor) -> Verified:
+    def _verify(
+        self, slots: Tensor, drafts: Tensor, layout: RowLayout, tokens: Tensor, row_slots: Tensor
+    ) -> Verified:
         """Forward, draw and accept, without chains."""
         state, drafting = self._state, self._drafting
         logits = self._forward(tokens, layout)  # [N * (K + 1), V]
-        rows = SampleRows(slots[self._row_seq], layout.positions, state.tokens, state.tokens.shape[1])
+        rows = SampleRows(row_slots, layout.positions, state.tokens, state.tokens.shape[1])
         fed = tokens.view(-1, self._width)
         drawn = sample_fixed(logits, rows, fed, state.sampling, self.shape.kind)
         sampled = drawn.tokens.view_as(fed)
-        accepted = count_accepted(sampled, fed[:, 1:], drafts.clamp(min=0))
+        accepted = count_accepted(sampled, fed[:, 1:], drafts)
         if drafting is not None:
-            accepted = drafting.override(accepted, slots, state.num_computed[slots], drafts)
+            anchors = layout.positions.view(-1, self._width)[:, 0]
+            accepted = drafting.override(accepted, slots, anchors, drafts)
         return Verified(sampled, accepted, None, drawn.logprobs)
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
@@ -157,10 +160,10 @@ class DecodeRound:
             drafting.write_context(tapped, layout)
         return self._model.logits(hidden)
 
-    def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor]:
-        """The rows' layout and the tokens they are fed, [N * (K + 1)]."""
+    def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor, Tensor]:
+        """The rows' layout, the tokens they are fed and their slots, [N * (K + 1)]."""
         state = self._state
-        positions, tokens, kv_slots = ops.span_rows(
+        positions, tokens, kv_slots, row_slots = ops.span_rows(
             slots,
             drafts,
             state.num_computed,
@@ -183,7 +186,7 @@ class DecodeRound:
             host_max_context=self._max_context,
             common=None if self._groups is None else self._groups.keys(self._row_start),
         )
-        return layout, tokens
+        return layout, tokens, row_slots
 
     @property
     def _groups(self) -> Groups | None:

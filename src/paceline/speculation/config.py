@@ -35,6 +35,10 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     """The drafter attends to this many last tokens only; None is no limit."""
     draft_capture_mb: float | None = None
     """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
+    markov_candidates: int | None = 256
+    """On a GPU, a DSpark drafter's sequential steps choose among so many tokens of each slot, and half as
+    many likely successors of the token before it. None: among the whole vocabulary, as on a CPU, and as in
+    vocabularies of less than 64 times as many. What is drafted changes little, what comes out not at all."""
     verify_planner: Literal["auto", "off"] = "auto"
     """Whether to choose round by round how many drafts are verified, and whether any are made, by what is
     fastest; off verifies all there are."""
@@ -54,6 +58,12 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
                 raise ConfigError(f"{name} is {value}; it must lie in 1..{2**31 - 1}, or be absent.")
+        candidates = self.markov_candidates
+        if candidates is not None and (candidates < 16 or candidates > 4096 or candidates % 4):
+            raise ConfigError(
+                f"markov_candidates is {candidates}; it must be a multiple of 4 in 16..4096, or null for the "
+                "whole vocabulary."
+            )
         self._check_hedging()
         length = self.synthetic_accept_length
         if length is not None and not 1 <= length < math.inf:

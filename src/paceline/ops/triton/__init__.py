@@ -2,25 +2,36 @@
 
 from paceline.ops.triton.activation import silu_mul
 from paceline.ops.triton.attention import paged_attention
-from paceline.ops.triton.drafts import draft_argmax, draft_best_two
+from paceline.ops.triton.drafts import draft_best, draft_candidates, draft_chain
 from paceline.ops.triton.matmul import matmul
 from paceline.ops.triton.norm import add_rms_norm, rms_norm
 from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
-from paceline.ops.triton.rounds import advance, leading_matches, span_rows
+from paceline.ops.triton.rounds import (
+    advance,
+    block_rows,
+    leading_matches,
+    place_drafts,
+    span_rows,
+    synthetic_matches,
+)
 from paceline.ops.triton.slots import cache_slots
 
 __all__ = [
     "add_rms_norm",
     "advance",
+    "block_rows",
     "cache_slots",
-    "draft_argmax",
-    "draft_best_two",
+    "draft_best",
+    "draft_candidates",
+    "draft_chain",
     "kv_norm_rope_write",
     "leading_matches",
     "matmul",
     "paged_attention",
+    "place_drafts",
     "qk_norm_rope_write",
     "rms_norm",
     "silu_mul",
     "span_rows",
+    "synthetic_matches",
 ]

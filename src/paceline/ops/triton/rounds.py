@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.sampling.triton_sampler import row_key
+
 BLOCK = 256
 
 
@@ -39,6 +41,7 @@ def _span_rows_kernel(
     positions_ptr,  # [N * W] int32
     tokens_ptr,  # [N * W] int32
     kv_slots_ptr,  # [N * W] int64
+    row_slots_ptr,  # [N * W] int32
     num_rows,
     last,
     scratch,
@@ -62,6 +65,7 @@ def _span_rows_kernel(
     tl.store(positions_ptr + row, position, mask=inside)
     tl.store(tokens_ptr + row, token, mask=inside)
     tl.store(kv_slots_ptr + row, tl.where(offset <= drafts, own, nobodys), mask=inside)
+    tl.store(row_slots_ptr + row, slot.to(tl.int32), mask=inside)
 
 
 def span_rows(
@@ -74,7 +78,7 @@ def span_rows(
     block_size: int,
     last: int,
     scratch: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`paceline.ops.span_rows`."""
     assert tokens.is_contiguous() and block_tables.is_contiguous() and num_computed.is_contiguous()
     assert slots.is_contiguous() and drafts.is_contiguous()
@@ -83,6 +87,7 @@ def span_rows(
     positions = torch.empty((num_rows,), dtype=torch.int32, device=device)
     fed = torch.empty((num_rows,), dtype=torch.int32, device=device)
     kv_slots = torch.empty((num_rows,), dtype=torch.int64, device=device)
+    row_slots = torch.empty((num_rows,), dtype=torch.int32, device=device)
     _span_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
         slots,
         drafts,
@@ -92,6 +97,7 @@ def span_rows(
         positions,
         fed,
         kv_slots,
+        row_slots,
         num_rows,
         last,
         scratch,
@@ -101,7 +107,147 @@ def span_rows(
         P=block_size,
         BLOCK=BLOCK,
     )
-    return positions, fed, kv_slots
+    return positions, fed, kv_slots, row_slots
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slots_ptr",
+        "reserved_ptr",
+        "num_computed_ptr",
+        "token_table_ptr",
+        "tables_ptr",
+        "num_rows",
+        "mask_id",
+        "scratch",
+        "token_stride",
+        "table_stride",
+    ]
+)
+def _block_rows_kernel(
+    slots_ptr,  # [N]
+    reserved_ptr,  # [N]
+    num_computed_ptr,  # [S]
+    token_table_ptr,  # [S, L]
+    tables_ptr,  # [S, M]
+    starts_ptr,  # [N] int32
+    positions_ptr,  # [N * W] int32
+    tokens_ptr,  # [N * W] int32
+    kv_slots_ptr,  # [N * W] int64
+    num_rows,
+    mask_id,
+    scratch,
+    token_stride,
+    table_stride,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    seq = row // W
+    offset = row % W
+    is_anchor = inside & (offset == 0)
+    slot = tl.load(slots_ptr + seq, mask=inside, other=0).to(tl.int64)
+    reserved = tl.load(reserved_ptr + seq, mask=inside, other=0)
+    start = tl.load(num_computed_ptr + slot, mask=inside, other=0)
+    position = start + offset
+    anchor = tl.load(token_table_ptr + slot * token_stride + start, mask=is_anchor, other=0)
+    block = tl.load(tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
+    own = block.to(tl.int64) * P + position % P
+    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    tl.store(starts_ptr + seq, start, mask=is_anchor)
+    tl.store(positions_ptr + row, position, mask=inside)
+    tl.store(tokens_ptr + row, tl.where(offset == 0, anchor, mask_id), mask=inside)
+    tl.store(kv_slots_ptr + row, tl.where(reserved != 0, own, nobodys), mask=inside)
+
+
+def block_rows(
+    slots: Tensor,
+    reserved: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    tables: Tensor,
+    width: int,
+    block_size: int,
+    mask_id: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`paceline.ops.block_rows`."""
+    assert tokens.is_contiguous() and tables.is_contiguous() and num_computed.is_contiguous()
+    assert slots.is_contiguous() and reserved.is_contiguous()
+    num_rows = len(slots) * width
+    device = slots.device
+    starts = torch.empty((len(slots),), dtype=torch.int32, device=device)
+    positions = torch.empty((num_rows,), dtype=torch.int32, device=device)
+    fed = torch.empty((num_rows,), dtype=torch.int32, device=device)
+    kv_slots = torch.empty((num_rows,), dtype=torch.int64, device=device)
+    _block_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
+        slots,
+        reserved,
+        num_computed,
+        tokens,
+        tables,
+        starts,
+        positions,
+        fed,
+        kv_slots,
+        num_rows,
+        mask_id,
+        scratch,
+        tokens.stride(0),
+        tables.stride(0),
+        W=width,
+        P=block_size,
+        BLOCK=BLOCK,
+    )
+    return starts, positions, fed, kv_slots
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slots_ptr",
+        "num_computed_ptr",
+        "token_table_ptr",
+        "token_stride",
+        "draft_stride",
+        "column_stride",
+    ]
+)
+def _place_drafts_kernel(
+    slots_ptr,  # [N]
+    drafts_ptr,  # [N, G] int64, rows draft_stride and columns column_stride apart
+    num_computed_ptr,  # [S]
+    token_table_ptr,  # [S, L]
+    token_stride,
+    draft_stride,
+    column_stride,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < G
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    first = slot * token_stride + tl.load(num_computed_ptr + slot) + 1
+    draft = tl.load(drafts_ptr + seq * draft_stride + column * column_stride, mask=inside, other=0)
+    tl.store(token_table_ptr + first + column, draft.to(tl.int32), mask=inside)
+
+
+def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Tensor) -> None:
+    """See :func:`paceline.ops.place_drafts`."""
+    assert tokens.is_contiguous() and num_computed.is_contiguous() and slots.is_contiguous()
+    _place_drafts_kernel[(len(slots),)](
+        slots,
+        drafts,
+        num_computed,
+        tokens,
+        tokens.stride(0),
+        drafts.stride(0),
+        drafts.stride(1),
+        G=drafts.shape[1],
+        BLOCK=max(triton.next_power_of_2(drafts.shape[1]), 2),
+    )
 
 
 @triton.jit(do_not_specialize=["left_ptr", "right_ptr", "limits_ptr", "left_stride", "right_stride"])
@@ -187,3 +333,58 @@ def advance(
         W=width,
         BLOCK=max(triton.next_power_of_2(width), 2),
     )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seed_keys_ptr",
+        "slots_ptr",
+        "anchors_ptr",
+        "limits_ptr",
+        "seed_stride",
+        "anchor_stride",
+        "threshold",
+    ]
+)
+def _synthetic_matches_kernel(
+    seed_keys_ptr,  # [S] int64, seed_stride apart
+    slots_ptr,  # [N]
+    anchors_ptr,  # [N], anchor_stride apart
+    limits_ptr,  # [N]
+    found_ptr,  # [N] int32
+    seed_stride,
+    anchor_stride,
+    threshold,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    limit = tl.maximum(tl.minimum(tl.load(limits_ptr + seq), K), 0)
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    position = tl.load(anchors_ptr + seq * anchor_stride).to(tl.int64) + 1 + column
+    key = row_key(tl.load(seed_keys_ptr + slot * seed_stride), position)
+    uniform = ((key >> 32) & 0x7FFFFFFF).to(tl.int64)
+    first = tl.min(tl.where((uniform < threshold) & (column < limit), BLOCK, column), axis=0)
+    tl.store(found_ptr + seq, tl.minimum(first, limit))
+
+
+def synthetic_matches(
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+) -> Tensor:
+    """See :func:`paceline.ops.synthetic_matches`."""
+    assert slots.is_contiguous() and limits.is_contiguous()
+    found = torch.empty((len(slots),), dtype=torch.int32, device=slots.device)
+    _synthetic_matches_kernel[(len(slots),)](
+        seed_keys,
+        slots,
+        anchors,
+        limits,
+        found,
+        seed_keys.stride(0),
+        anchors.stride(0),
+        round(rate * 2**31),
+        K=num_columns,
+        BLOCK=max(triton.next_power_of_2(num_columns + 1), 2),
+    )
+    return found
