@@ -3,8 +3,15 @@
     python benchmarks/planner_grid.py planner_grid.json             # on a GPU: Qwen3-4B, DSpark b7
     python benchmarks/planner_grid.py --cpu planner_grid_cpu.json   # the bundled pair on a CPU
 
-Acceptance is synthetic. One engine per accept length runs all three modes in turn, the planner after one run
-in which it looks around; ``plain`` is that engine without drafting. Results are written after every row.
+Acceptance is synthetic, a function of seed and position, so that all modes are given the same text. Every
+cell is closed batches of answers of one length behind prompts whose prefix is warm. An engine without a
+drafter gives ``alone``; another one runs the other modes in turn: ``plain`` (the planner never drafts),
+``fixed`` (all drafts are verified) and ``auto``, which forgets what stood and looks around for two untimed
+runs. The best run of each mode counts. ``--domain`` changes the accept length under steady traffic instead,
+and tells how much of the best each of the following seconds had.
+
+Results are written after every cell; cells that the file has are not measured again. No cell begins after
+``--budget-s``.
 """
 
 from __future__ import annotations
@@ -12,99 +19,252 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.bench.driver import Driver, random_prompts
-from paceline.bench.geometry import with_geometry
+from paceline.bench.geometry import plain, with_geometry
 from paceline.bench.machine import describe_machine
 from paceline.config import EngineConfig
+from paceline.engine.messages import EngineRequest
+from paceline.sampling.params import SamplingParams
 from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.planner import Planner
+from paceline.speculation.survival import Survival
+from paceline.speculation.synthetic import conditional_rate
 
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
+GPU_SIZES = (64, 128, 32, 8, 1, 16, 256, 4, 2)  # the most telling first
+CPU_SIZES = (8, 1, 4, 2, 16)
 PROMPT_LEN = 128
-MAX_TOKENS = 400
-ROUNDS = 48
+MIN_SEQUENCES = 2
+"""A run of fewer sequences at once has several batches one after the other."""
+REPEATS = 2
+WINDOW_S = 2.0
 
 
-class Plain(Planner):
-    """Never drafts."""
+class NeverDraft(Planner):
+    """Plain decoding with a drafter loaded."""
 
     def decide(self, batch: Batch) -> Decision:
         return Decision(0, None, False, "plain is faster")
 
 
-def engine(cpu: bool, accept_length: float) -> EngineConfig:
-    """What is measured."""
-    speculative: dict[str, Any] = {"synthetic_accept_length": accept_length}
-    if cpu:
-        bundled = {"method": "dspark", **speculative}
-        return EngineConfig.of(device="cpu", max_num_seqs=32, speculative_config=bundled)
-    base = EngineConfig.of(device="cuda", max_num_seqs=256, speculative_config=speculative)
-    return with_geometry(base, "qwen3-4b", "dspark-b7")
+class Grid:
+    """Cells in a file.
 
+    Args:
+        options: of the command line.
+    """
 
-def measure(driver: Driver, batch_size: int, accept_length: float, rounds: int) -> dict[str, Any]:
-    """Tokens per second of the three modes."""
-    scheduler = driver.core.scheduler
-    planner = scheduler.planner
-    assert planner is not None
-    plain = Plain(planner.costs, planner.survival)
-    prompts = random_prompts(batch_size, PROMPT_LEN, driver.info.vocab_size, seed=batch_size)
-    driver.forget()
-    driver.run(prompts, 1)
-    row: dict[str, Any] = {"batch_size": batch_size, "accept_length": accept_length}
-    drafted = round(accept_length * rounds)
-    planned = min(2 * drafted, MAX_TOKENS)
-    for name, chosen, tokens in (
-        ("plain", plain, rounds),
-        ("fixed", None, drafted),
-        ("look", planner, planned),
-        ("auto", planner, planned),
-    ):
-        scheduler.planner = chosen
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.cpu: bool = options.cpu
+        self.num_tokens: int = options.num_tokens
+        self.path = Path(options.json_path)
+        self.deadline: float = time.perf_counter() + options.budget_s
+        self.sizes: tuple[int, ...] = CPU_SIZES if self.cpu else GPU_SIZES
+        self.report: dict[str, Any] = {"results": [], "alone": {}}
+        if self.path.exists():
+            self.report = json.loads(self.path.read_text())
+        self.report["machine"] = describe_machine(torch.device("cpu" if self.cpu else "cuda"))
+        self.report["settings"] = {"prompt_len": PROMPT_LEN, "num_tokens": self.num_tokens}
+
+    @property
+    def in_time(self) -> bool:
+        """Whether a cell may begin."""
+        return bool(time.perf_counter() < self.deadline)
+
+    def save(self) -> None:
+        """Write what there is."""
+        self.path.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def engine(self) -> EngineConfig:
+        """What is measured."""
+        speculative = {"synthetic_accept_length": 3.5}
+        if self.cpu:
+            bundled = {"method": "dspark", **speculative}
+            return EngineConfig.of(device="cpu", max_num_seqs=max(self.sizes), speculative_config=bundled)
+        base = EngineConfig.of(device="cuda", max_num_seqs=max(self.sizes), speculative_config=speculative)
+        return with_geometry(base, "qwen3-4b", "dspark-b7")
+
+    def serve(self, driver: Driver, size: int, num_tokens: int) -> float:
+        """Run batches of a size to their ends; tokens per second."""
+        batches = -(-MIN_SEQUENCES // size)
+        prompts = random_prompts(size, PROMPT_LEN, driver.info.vocab_size, seed=size)
+        start = time.perf_counter()
+        for batch in range(batches):
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=1000 * batch + i
+                )
+                driver.core.add(EngineRequest(request_id=f"{i}", prompt_token_ids=prompt, params=params))
+            while driver.core.has_work:
+                driver.core.step()
+        return batches * size * num_tokens / (time.perf_counter() - start)
+
+    def load(self, engine: EngineConfig) -> Driver:
+        """An engine with every round captured that greedy requests need."""
+        driver = Driver(engine, prepare=False)
+        rounds = driver.core.runner.rounds  # type: ignore[attr-defined]
+        rounds.missing = [shape for shape in rounds.missing if shape.kind == "greedy"]
+        while rounds.prepare():
+            pass
+        return driver
+
+    def measure_alone(self) -> None:
+        """Plain decoding of an engine that has no drafter."""
+        missing = [size for size in self.sizes if str(size) not in self.report["alone"]]
+        if not missing:
+            return
+        driver = self.load(plain(self.engine()))
+        for size in missing:
+            self.serve(driver, size, 8)  # warms the prefix
+            runs = [self.serve(driver, size, self.num_tokens) for _ in range(REPEATS)]
+            self.report["alone"][str(size)] = max(runs)
+            print(f"alone {size:4d}: {self.report['alone'][str(size)]:8.0f}", flush=True)
+            self.save()
+        driver.close()
+
+    def measure_cells(self) -> None:
+        """Every cell that is missing."""
+        done = {(row["batch_size"], row["accept_length"]) for row in self.report["results"]}
+        cells = [(size, length) for size in self.sizes for length in ACCEPT_LENGTHS]
+        if set(cells) <= done:
+            return
+        driver = self.load(self.engine())
+        self.report["ready_s"] = driver.info.ready_s
+        for size, accept_length in cells:
+            if (size, accept_length) not in done and self.in_time:
+                row = self.measure(driver, size, accept_length)
+                self.report["results"].append(row)
+                self.save()
+                print(
+                    f"batch {size:4d}  accept {accept_length:.1f}  alone {row['alone']:8.0f}  "
+                    f"plain {row['plain']:8.0f}  fixed {row['fixed']:8.0f}  auto {row['auto']:8.0f}  "
+                    f"of best {row['of_best']:.3f}  of alone {row['of_alone']:.3f}  {row['rounds']}",
+                    flush=True,
+                )
+        driver.close()
+
+    def measure(self, driver: Driver, size: int, accept_length: float) -> dict[str, Any]:
+        """One cell."""
+        planner = planner_of(driver)
+        accept(driver, accept_length)
+        row: dict[str, Any] = {"batch_size": size, "accept_length": accept_length}
+        planner.survival = Survival(driver.info.max_num_seqs, driver.num_drafts)
+        self.serve(driver, size, 8)
+        for _ in range(2):
+            self.serve(driver, size, self.num_tokens)
         before = planner.rounds.copy()
-        run = driver.run(prompts, tokens)
-        row[name] = run.num_tokens / run.seconds
-        if name == "auto":
-            done = {f"{depth}, {reason}": n for (depth, reason), n in (planner.rounds - before).items()}
-            row["rounds"] = done
-            row["accept_length_seen"] = run.accept_length
-    scheduler.planner = planner
-    row["ratio"] = row["auto"] / max(row["plain"], row["fixed"])
-    return row
+        never = NeverDraft(planner.costs, planner.survival)
+        modes: dict[str, Planner | None] = {"plain": never, "fixed": None, "auto": planner}
+        runs: dict[str, list[float]] = {name: [] for name in modes}
+        for _ in range(REPEATS):
+            for name, chosen in modes.items():
+                driver.core.scheduler.planner = chosen
+                runs[name].append(self.serve(driver, size, self.num_tokens))
+        row |= {name: max(found) for name, found in runs.items()}
+        row["runs"] = runs
+        row["rounds"] = {f"{depth}, {reason}": n for (depth, reason), n in (planner.rounds - before).items()}
+        row["spread"] = planner.survival.spread
+        row["survival"] = planner.survival.overall().tolist()
+        row["alone"] = self.report["alone"].get(str(size), row["plain"])
+        row["of_best"] = row["auto"] / max(row["plain"], row["fixed"])
+        row["of_alone"] = row["auto"] / row["alone"]
+        return row
+
+    def measure_domain(self, size: int, lengths: tuple[float, float], seconds: float) -> None:
+        """Steady traffic that changes its accept length half-way."""
+        driver = self.load(self.engine())
+        planner = planner_of(driver)
+        best = {}
+        for length in lengths:
+            accept(driver, length)
+            rates = []
+            for chosen in (NeverDraft(planner.costs, planner.survival), None):
+                driver.core.scheduler.planner = chosen
+                traffic = self.traffic(driver, size)
+                next(traffic)
+                rates.append(next(traffic))
+                drain(driver)
+            best[length] = max(rates)
+        driver.core.scheduler.planner = planner
+        traffic = self.traffic(driver, size)
+        rows = []
+        for length in lengths:
+            accept(driver, length)
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                rows.append((length, next(traffic) / best[length]))
+                print(f"accept {length:.1f}: {rows[-1][1]:.3f} of the best", flush=True)
+        self.report.setdefault("domain", []).append(
+            {"batch_size": size, "window_s": WINDOW_S, "of_best": rows}
+        )
+        self.save()
+        drain(driver)
+        driver.close()
+
+    def traffic(self, driver: Driver, size: int) -> Iterator[float]:
+        """Tokens per second of one window after the other while there are always twice ``size`` requests."""
+        prompts = random_prompts(size, PROMPT_LEN, driver.info.vocab_size, seed=size)
+        scheduler, count = driver.core.scheduler, 0
+        while True:
+            start, tokens = time.perf_counter(), 0
+            while time.perf_counter() - start < WINDOW_S:
+                while scheduler.num_running + scheduler.num_waiting < 2 * size:
+                    params = SamplingParams(
+                        temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True, seed=count
+                    )
+                    prompt = prompts[count % size]
+                    driver.core.add(
+                        EngineRequest(request_id=f"{count}", prompt_token_ids=prompt, params=params)
+                    )
+                    count += 1
+                tokens += sum(len(output.token_ids) for output in driver.core.step())
+            yield tokens / (time.perf_counter() - start)
+
+
+def planner_of(driver: Driver) -> Planner:
+    """The engine's own."""
+    planner = driver.core.scheduler.planner
+    assert planner is not None
+    return planner
+
+
+def accept(driver: Driver, accept_length: float) -> None:
+    """Let so many tokens a round stand on average from now on."""
+    drafting = driver.core.runner.drafting  # type: ignore[attr-defined]
+    drafting.change_synthetic_rate(conditional_rate(accept_length, driver.num_drafts))
+
+
+def drain(driver: Driver) -> None:
+    """Run what is open to its end."""
+    while driver.core.has_work:
+        driver.core.step()
 
 
 def main() -> None:
     """Run the grid."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json_path")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--limit-s", type=float, default=280.0, help="begin no further cell after this")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="begin no further cell after this")
+    parser.add_argument("--num-tokens", type=int, default=96, help="tokens of each answer")
+    parser.add_argument("--domain", help="SIZE,FROM,TO,SECONDS: change the accept length instead")
     options = parser.parse_args()
-    start = time.perf_counter()
-    sizes = (1, 2, 4, 8, 16, 32) if options.cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    report: dict[str, Any] = {"machine": describe_machine(torch.device("cpu" if options.cpu else "cuda"))}
-    report["results"] = []
-    for accept_length in ACCEPT_LENGTHS:
-        driver = Driver(engine(options.cpu, accept_length), prepare=False)
-        report["ready_s"] = driver.info.ready_s
-        for size in sizes:
-            if time.perf_counter() - start > options.limit_s:
-                break
-            row = measure(driver, size, accept_length, ROUNDS)
-            report["results"].append(row)
-            print(
-                f"batch {size:4d}  accept {accept_length:.1f}  plain {row['plain']:8.0f}  "
-                f"fixed {row['fixed']:8.0f}  auto {row['auto']:8.0f}  auto/best {row['ratio']:.3f}  "
-                f"{row['rounds']}",
-                flush=True,
-            )
-            Path(options.json_path).write_text(json.dumps(report, indent=1) + "\n")
-        driver.close()
+    grid = Grid(options)
+    if options.domain:
+        size, first, then, seconds = options.domain.split(",")
+        grid.sizes = (int(size),)
+        grid.measure_domain(int(size), (float(first), float(then)), float(seconds))
+        return
+    grid.measure_alone()
+    grid.measure_cells()
 
 
 if __name__ == "__main__":

@@ -345,7 +345,8 @@ def test_synthetic_matches(kernels: Any, rate: float) -> None:
     slots = torch.randperm(60, device=DEVICE)[:40].to(torch.int32)
     anchors = torch.randint(4000, (40, 2), dtype=torch.int32, device=DEVICE)[:, 0]
     limits = torch.randint(-1, 8, (40,), dtype=torch.int32, device=DEVICE)
-    operands = (keys, slots, anchors, limits, 7, rate)
+    bound = torch.tensor(round(rate * 2**31), device=DEVICE)
+    operands = (keys, slots, anchors, limits, 7, bound)
     got, want = kernels.synthetic_matches(*operands), reference.synthetic_matches(*operands)
     assert got.dtype == want.dtype and got.tolist() == want.tolist()
 

@@ -55,14 +55,15 @@ def test_draws_have_the_mean_asked_for(length: float) -> None:
     anchors = torch.arange(count, dtype=torch.int32) % 997
     drafts = torch.full((count,), 7, dtype=torch.int32)
     slots = torch.arange(count, dtype=torch.int32)
-    accepted = synthetic_matches(seeds, slots, anchors, drafts, 7, conditional_rate(length, 7))
+    bound = torch.tensor(round(conditional_rate(length, 7) * 2**31))
+    accepted = synthetic_matches(seeds, slots, anchors, drafts, 7, bound)
     assert float(accepted.float().mean()) + 1 == pytest.approx(length, abs=0.06)
 
 
 def test_spans_with_fewer_drafts_accept_no_more_than_they_have() -> None:
     drafts = torch.tensor([-1, 0, 3, 7], dtype=torch.int32)
     slots = torch.arange(4, dtype=torch.int32)
-    accepted = synthetic_matches(torch.arange(4), slots, slots, drafts, 7, 1.0)
+    accepted = synthetic_matches(torch.arange(4), slots, slots, drafts, 7, torch.tensor(2**31))
     assert accepted.tolist() == [0, 0, 3, 7]
 
 
@@ -80,6 +81,16 @@ def test_an_engine_commits_what_was_drawn_and_stops_where_it_must(eager: bool) -
     again = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config=synthetic(3.52))
     complete(again, PROMPTS, params)
     assert again.stats().accept_lengths == stats.accept_lengths
+
+
+def test_the_rate_can_be_changed_while_an_engine_runs() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=97, ignore_eos=True)
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config=synthetic(1.0))
+    complete(core, PROMPTS, params)
+    assert core.stats().num_accepted_tokens == 0
+    core.runner.drafting.change_synthetic_rate(1.0)  # type: ignore[attr-defined]
+    complete(core, PROMPTS, params)
+    assert core.stats().num_accepted_tokens >= 7 * 11 * len(PROMPTS)
 
 
 def test_it_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:

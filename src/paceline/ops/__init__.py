@@ -215,7 +215,7 @@ def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Te
 
 
 def synthetic_matches(
-    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, bound: Tensor
 ) -> Tensor:
     """How many of the first columns stand when each does with a given chance: a function of sequence seed and
     position.
@@ -226,13 +226,14 @@ def synthetic_matches(
         anchors: [N] int32 of any stride; column j is drawn for position ``anchor + 1 + j``.
         limits: [N] integer, columns of each row that count; less than none is none.
         num_columns: K.
-        rate: chance of a column to stand if all before it do.
+        bound: [] int64, the chance of a column to stand if all before it do, in units of 2**-31. On the
+            device, so that it can change between replays of a captured round.
 
     Returns:
         [N] int32 in 0..min(limits, K).
     """
     count = kernels().synthetic_matches if slots.is_cuda else reference.synthetic_matches
-    return count(seed_keys, slots, anchors, limits, num_columns, rate)
+    return count(seed_keys, slots, anchors, limits, num_columns, bound)
 
 
 def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:

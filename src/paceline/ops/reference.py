@@ -104,14 +104,14 @@ def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Te
 
 
 def synthetic_matches(
-    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, bound: Tensor
 ) -> Tensor:
-    """Leading columns whose uniform number lies below the rate."""
+    """Leading columns whose uniform number lies below the bound."""
     column = torch.arange(num_columns, device=anchors.device, dtype=limits.dtype)
     positions = anchors[:, None] + 1 + column  # [N, K]
     keys = row_keys(seed_keys[slots].repeat_interleave(num_columns), positions.view(-1))
     uniform = (keys[:, 1].long() & 0x7FFFFFFF).view_as(positions)  # 31 bits
-    stands = (uniform < round(rate * 2**31)) & (column < limits[:, None])
+    stands = (uniform < bound) & (column < limits[:, None])
     return stands.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
 
 

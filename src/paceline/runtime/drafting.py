@@ -86,7 +86,10 @@ class DraftStage:
         self.drafter = drafter
         self.cache = cache
         self.num_drafts = num_drafts
-        self.synthetic_rate = synthetic_rate
+        self._synthetic: Tensor | None = None
+        if synthetic_rate is not None:
+            self._synthetic = torch.empty((), dtype=torch.int64, device=state.device)
+            self.change_synthetic_rate(synthetic_rate)
         self.capture_rows = captures
         shape = (state.spare + 1, len(hedge_positions), num_drafts)
         self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
@@ -144,12 +147,16 @@ class DraftStage:
         Args:
             accepted, slots, anchors, num_drafts: [N] int32; anchors are positions.
         """
-        if self.synthetic_rate is None:
+        if self._synthetic is None:
             return accepted
         seed_keys = self._state.sampling.ints[:, SEED_KEY]
-        return ops.synthetic_matches(
-            seed_keys, slots, anchors, num_drafts, self.num_drafts, self.synthetic_rate
-        )
+        return ops.synthetic_matches(seed_keys, slots, anchors, num_drafts, self.num_drafts, self._synthetic)
+
+    @torch.inference_mode()
+    def change_synthetic_rate(self, rate: float) -> None:
+        """Accept each draft with this chance from now on, where acceptance is synthetic."""
+        assert self._synthetic is not None
+        self._synthetic.fill_(round(rate * 2**31))
 
     def propose(
         self,

@@ -343,7 +343,7 @@ def advance(
         "limits_ptr",
         "seed_stride",
         "anchor_stride",
-        "threshold",
+        "bound_ptr",
     ]
 )
 def _synthetic_matches_kernel(
@@ -354,7 +354,7 @@ def _synthetic_matches_kernel(
     found_ptr,  # [N] int32
     seed_stride,
     anchor_stride,
-    threshold,
+    bound_ptr,  # [1] int64
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -365,12 +365,12 @@ def _synthetic_matches_kernel(
     position = tl.load(anchors_ptr + seq * anchor_stride).to(tl.int64) + 1 + column
     key = row_key(tl.load(seed_keys_ptr + slot * seed_stride), position)
     uniform = ((key >> 32) & 0x7FFFFFFF).to(tl.int64)
-    first = tl.min(tl.where((uniform < threshold) & (column < limit), BLOCK, column), axis=0)
+    first = tl.min(tl.where((uniform < tl.load(bound_ptr)) & (column < limit), BLOCK, column), axis=0)
     tl.store(found_ptr + seq, tl.minimum(first, limit))
 
 
 def synthetic_matches(
-    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, rate: float
+    seed_keys: Tensor, slots: Tensor, anchors: Tensor, limits: Tensor, num_columns: int, bound: Tensor
 ) -> Tensor:
     """See :func:`paceline.ops.synthetic_matches`."""
     assert slots.is_contiguous() and limits.is_contiguous()
@@ -383,7 +383,7 @@ def synthetic_matches(
         found,
         seed_keys.stride(0),
         anchors.stride(0),
-        round(rate * 2**31),
+        bound,
         K=num_columns,
         BLOCK=max(triton.next_power_of_2(num_columns + 1), 2),
     )
