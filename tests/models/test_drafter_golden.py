@@ -12,6 +12,7 @@ import torch
 from model_cases import TOLERANCE, GoldenSet
 from torch import Tensor
 
+from paceline.models import drafter as drafters
 from paceline.models.attention import DenseCausalContext
 from paceline.models.config import RopeConfig
 from paceline.models.draft_attention import DenseDraftContext
@@ -229,6 +230,58 @@ def test_chains_that_branch_off_are_those_drafted_with_the_runner_up_given(name:
         given[:, :p], given[:, p] = chain.tokens[:, :p], chain.runner_up[:, p]
         expected = drafter.chain(slots, anchors, given, noise=scored).tokens
         assert found_chains[:, i].tolist() == expected[owners].tolist()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_chains_among_candidates(monkeypatch: pytest.MonkeyPatch, noisy: bool) -> None:
+    """Serving drafts, hedges and what tests and training compute are chosen among the same tokens."""
+    found, shared = golden("dspark_tiny_b7")
+    drafter = load_drafter(found.folder, shared.target)  # not the one other tests use
+    assert not drafter.restrict(16), "a vocabulary as small as this one is scored whole"
+    monkeypatch.setattr(drafters, "WHOLE_VOCABULARY", 1)
+    cases = detailed(found)[:3]
+    anchors = torch.tensor([case["r1"]["anchor"] for case in cases])
+    contexts = [context_tokens(found, case, "r1") for case in cases]
+    _, slots, _ = run_rounds(drafter, contexts, anchors.tolist())
+    head = drafter.markov_head
+    assert head is not None
+    vocab = slots.logits.shape[-1]
+    with torch.no_grad():  # a head that matters more than the logits, so that few candidates miss the best
+        head.markov_w2.weight.mul_(30.0)
+        head.markov_w2.packed = None
+    ids, starts = torch.arange(vocab, dtype=torch.int32), torch.arange(3)
+    keys, temperature = 77 * torch.arange(3) + 5, torch.tensor([1.0, 1.0, 0.0])
+    noise = block_noise(keys, starts, temperature, ids) if noisy else None
+
+    def scored(slot: int, logits: Tensor) -> Tensor:
+        added = gumbel(row_keys(keys, starts + 1 + slot), ids)
+        return torch.where(temperature[:, None] > 0, logits + added, logits) if noisy else logits
+
+    everything = drafter.draft(slots, anchors, noise, count=2)
+    assert drafter.restrict(4)
+    few = drafter.draft(slots, anchors, noise, count=2)
+    chain = drafter.chain(slots, anchors, noise=scored)
+    assert torch.equal(few, torch.stack((chain.tokens, chain.runner_up), dim=-1))
+    assert not torch.equal(few, everything)
+    assert torch.equal(drafter.draft(slots, anchors, noise), few[..., :1])
+    owners = torch.tensor([2, 0])
+    hedges = drafter.branch_off(slots, anchors, few, (0, 3), owners, noise)
+    for i, p in enumerate((0, 3)):
+        given = torch.full_like(chain.tokens, -1)
+        given[:, :p], given[:, p] = chain.tokens[:, :p], chain.runner_up[:, p]
+        expected = drafter.chain(slots, anchors, given, noise=scored).tokens
+        assert torch.equal(hedges[:, i], expected[owners])
+
+    half = vocab // 4 * 2  # candidates, and half as many successors: most of the vocabulary
+    assert drafter.restrict(half)
+    most = drafter.draft(slots, anchors, noise, count=2)
+    assert (most == everything).double().mean() > (few == everything).double().mean()
+
+
+@pytest.mark.parametrize("name", ["dspark_tiny_b7_gated", "dspark_tiny_b7_rnn", "dflash_tiny_b16"])
+def test_only_the_vanilla_head_has_candidates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(drafters, "WHOLE_VOCABULARY", 1)
+    assert not golden(name)[1].restrict(16)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -153,11 +153,19 @@ def test_draft_best(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize(
-    ("blocks", "slots", "vocab", "count"), [(1, 7, 700, 64), (3, 2, 5000, 24), (2, 1, 40, 40)]
+    ("blocks", "slots", "vocab", "count"), [(1, 7, 700, 64), (3, 2, 1500, 24), (2, 1, 40, 40)]
 )
 def test_candidates(
-    kernels: Any, blocks: int, slots: int, vocab: int, count: int, noisy: bool, dtype: torch.dtype
+    kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    slots: int,
+    vocab: int,
+    count: int,
+    noisy: bool,
+    dtype: torch.dtype,
 ) -> None:
+    monkeypatch.setattr("paceline.ops.triton.drafts.BUCKET_ROWS", 4)  # the best two often share a place
     logits = random(blocks, slots + 1, vocab, dtype=dtype)[:, :-1].round(decimals=1)  # ties
     noise = block_noise(blocks, vocab) if noisy else None
     got = kernels.draft_candidates(logits, noise, count)
@@ -183,7 +191,7 @@ def test_draft_chain(
     logits = (3 * random(blocks, slots, vocab, dtype=dtype)).round()
     table, weight = random(400, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
     weight[::2] = 0.0
-    after = (table @ weight.T).topk(more).indices.to(torch.int32)
+    after = (table @ weight.T).topk(more).indices[:, torch.randperm(more)].to(torch.int32)
     noise = block_noise(blocks, vocab) if noisy else None
     ids = torch.randperm(400, device=DEVICE)[:vocab].sort().values if reduced else None
     head = ChainHead(table, weight, after, ids)

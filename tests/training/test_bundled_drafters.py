@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from paceline.config import BUNDLED_DRAFTERS, BUNDLED_MODEL, EngineConfig
 from paceline.engine.factory import make_core
 from paceline.engine.messages import EngineRequest, EngineStats
+from paceline.models.drafter import MarkovHead
 from paceline.models.drafter_loader import load_drafter, read_sts
 from paceline.models.loader import load_model
+from paceline.ops import ChainHead
+from paceline.proving.drive import runner_of
 from paceline.sampling.params import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 
@@ -25,12 +30,14 @@ PROMPTS = (
 )
 
 
-def serve(method: str) -> tuple[list[list[int]], EngineStats]:
-    """Greedy answers with a bundled drafter."""
+def serve(method: str, candidates: int | None = None) -> tuple[list[list[int]], EngineStats]:
+    """Greedy answers with a bundled drafter; candidates of its Markov head, None for the whole vocabulary."""
     every = {"method": method, "verify_planner": "off"}
     core = make_core(
         EngineConfig.of(device="cpu", max_model_len=512, max_num_seqs=8, speculative_config=every)
     )
+    stage = runner_of(core).drafting
+    assert stage is not None and (candidates is None or stage.drafter.restrict(candidates))
     tokenizer = Tokenizer.from_folder(BUNDLED_MODEL)
     answers: list[list[int]] = [[] for _ in PROMPTS]
     for number, prompt in enumerate(PROMPTS):
@@ -54,6 +61,28 @@ def test_they_draft_well_and_alike() -> None:
         lengths[method] = 1 + stats.num_accepted_tokens / stats.num_drafts
     assert answers["dspark"] == answers["dflash"]
     assert lengths["dspark"] > 3.0 and lengths["dspark"] > lengths["dflash"] > 1.5, lengths
+
+
+def test_candidates_of_the_markov_head_cost_nothing_and_successors_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 7,680 tokens; the same text, whatever is drafted."""
+    (answers, whole), (same, few) = serve("dspark"), serve("dspark", 64)
+    monkeypatch.setattr(MarkovHead, "chain_head", without_successors(MarkovHead.chain_head))
+    also, alone = serve("dspark", 64)
+    assert answers == same == also
+    lengths = [1 + stats.num_accepted_tokens / stats.num_drafts for stats in (whole, few, alone)]
+    assert lengths[1] > 0.98 * lengths[0] and lengths[2] < 0.95 * lengths[0], lengths
+
+
+def without_successors(chain_head: Callable[..., ChainHead]) -> Callable[..., ChainHead]:
+    """Heads whose successors are the vocabulary's first tokens."""
+
+    def made(self: MarkovHead, num_successors: int, target_ids: Tensor | None) -> ChainHead:
+        head = chain_head(self, num_successors, target_ids)
+        return head._replace(successors=torch.arange(num_successors).int().expand_as(head.successors))
+
+    return made
 
 
 @pytest.mark.parametrize("method", ["dspark", "dflash"])
