@@ -217,6 +217,22 @@ def test_what_stands_beside_a_row_changes_nothing_of_it(models: Models) -> None:
         assert torch.equal(run(others, world.layout(1))[i], want[i]), i
 
 
+@torch.inference_mode()
+def test_a_nan_is_a_result_like_any(models: Models) -> None:
+    """Blocks wait for anything but one NaN, which no result is, not even that of the same NaN."""
+    world = scene(models, [100])
+    run, layout = the_pass(models, world, 1, 2), world.layout(2)
+    weight = models.target.embed_tokens.weight
+    before = weight[5].clone()
+    fine = run(torch.tensor([6, 7], device="cuda"), layout).clone()
+    weight[5].view(torch.int16).fill_(-1)
+    try:
+        assert run(torch.tensor([6, 5], device="cuda"), layout)[1].isnan().all()
+    finally:
+        weight[5] = before
+    assert torch.equal(run(torch.tensor([6, 7], device="cuda"), layout), fine)
+
+
 @pytest.mark.parametrize("context", [0, 3, 130, 255, 3000])
 @torch.inference_mode()
 def test_a_drafters_pass_is_the_layered_pass(models: Models, context: int) -> None:

@@ -41,9 +41,11 @@ class Workspace:
             return torch.zeros(MAX_ROWS, width, dtype=dtype, device=weight.device)
 
         self.residual = rows(model.config.hidden_size)
+        # One for even layers and one for odd: what is left of a layer is forgotten in the middle of the next.
+        self.middle = [rows(model.config.hidden_size) for _ in range(2)]
         self.qkv = rows(max(c.q_size + 2 * c.kv_size for c in configs))
         self.attended = rows(max(c.q_size for c in configs))
-        self.inner = rows(max(c.intermediate_size for c in configs))
+        self.inner = [rows(max(c.intermediate_size for c in configs)) for _ in range(2)]
         self.logits = rows(model.config.vocab_size, torch.float32)
         if drafter is not None:
             self.taps = rows(len(drafter.config.tap_layer_ids) * model.config.hidden_size)
@@ -59,6 +61,7 @@ def view(buffer: Tensor, num_rows: int, width: int) -> Tensor:
 def add_layer(
     program: Program,
     space: Workspace,
+    index: int,
     *,
     spec: AttentionSpec,
     qkv_weight: Tensor,
@@ -71,20 +74,24 @@ def add_layer(
     caches: tuple[Tensor, Tensor],
     tap: Tensor | None,
 ) -> None:
-    """Append one decoder layer's phases; the residual stream is ``space.residual``."""
-    n = program.num_rows
-    residual = space.residual[:n]
+    """Append a decoder layer's phases; the residual stream is ``space.residual``, and ``space.middle`` before
+    the MLP.
+    """
+    n, this, other = program.num_rows, index % 2, 1 - index % 2
+    residual, middle = space.residual[:n], space.middle[this][:n]
     qkv = view(space.qkv, n, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     attended = view(space.attended, n, spec.num_heads * spec.head_dim)
-    inner = view(space.inner, n, mlp.down_proj.in_features)
+    inner, other_inner = (view(space.inner[i], n, mlp.down_proj.in_features) for i in (this, other))
     k_cache, v_cache = caches
     program.add(Product(qkv_weight, residual, qkv, norm=input_norm.weight))
     norms = q_norm.weight, k_norm.weight
     program.add(Attend(spec.num_heads, spec.bidirectional, qkv, attended, *norms, k_cache, v_cache))
-    program.add(Product(o_proj.weight, attended, residual, epilogue="add"))
-    gate_up = Product(mlp.gate_up_proj.weight, residual, inner, norm=post_norm.weight, epilogue="swiglu")
-    program.add(gate_up)
-    program.add(Product(mlp.down_proj.weight, inner, residual, epilogue="add", tap=tap))
+    program.add(Product(o_proj.weight, attended, middle, epilogue="add", before=residual))
+    # Here every block has done o, so all have read what came before it; what it gives, every block awaits.
+    forgets = residual, qkv, attended, space.middle[other][:n], other_inner
+    gate_up = mlp.gate_up_proj.weight
+    program.add(Product(gate_up, middle, inner, norm=post_norm.weight, epilogue="swiglu", forgets=forgets))
+    program.add(Product(mlp.down_proj.weight, inner, residual, epilogue="add", before=middle, tap=tap))
 
 
 class TargetPass:
@@ -133,6 +140,7 @@ class TargetPass:
             add_layer(
                 program,
                 space,
+                i,
                 spec=attention.spec,
                 qkv_weight=attention.qkv_proj.weight,
                 input_norm=layer.input_layernorm,
@@ -147,7 +155,7 @@ class TargetPass:
         self.writes_context = draft_cache is not None
         self.logits = view(space.logits, n, config.vocab_size)
         head = Product(model.lm_head.weight, space.residual[:n], self.logits, norm=model.norm.weight)
-        program.add(head, independent=True)
+        program.add(head)
         if drafter is not None and draft_cache is not None and self.taps is not None:
             self._add_context(program, drafter, draft_cache, self.taps)
         program.seal()
@@ -162,10 +170,10 @@ class TargetPass:
         parts = [context[:, i * width : (i + 1) * width] for i in range(len(layers))]
         for i, part in enumerate(parts):
             weight, norm = drafter.qkv_proj[i, shape.q_size :], drafter.hidden_norm.weight
-            program.add(Product(weight, features, part, norm=norm), independent=part is not parts[-1])
+            program.add(Product(weight, features, part, norm=norm))
         for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
             write = WriteContext(part, layer.k_norm.weight, cache.k[i], cache.v[i], drafter.rope())
-            program.add(write, independent=True)
+            program.add(write)
 
     def __call__(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Logits [R, V] fp32, rounded to the weights' dtype as the layered pass rounds them; overwritten by
@@ -206,6 +214,7 @@ class DraftPass:
             add_layer(
                 program,
                 space,
+                i,
                 spec=layer.spec,
                 qkv_weight=drafter.qkv_proj[i],
                 input_norm=layer.input_layernorm,

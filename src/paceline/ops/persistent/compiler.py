@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineDeadError
 from paceline.ops.folders import cache_folder
 
 
@@ -58,22 +58,28 @@ class CudaKernel:
         Args:
             grid, threads: blocks, and threads of each.
             arguments: the kernel's, by value; copied before this returns.
+
+        Raises:
+            EngineDeadError: the device refuses: it has failed before, or cannot hold so many blocks.
         """
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(item) for item in arguments])
-        _checked(
-            self._driver.cuLaunchCooperativeKernel(
-                self._function,
-                grid,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                self._shared_bytes,
-                torch.cuda.current_stream().cuda_stream,
-                ctypes.addressof(pointers),
-            )
+        (status,) = self._driver.cuLaunchCooperativeKernel(
+            self._function,
+            grid,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.addressof(pointers),
         )
+        if int(status) != 0:
+            raise EngineDeadError(
+                f"The GPU refuses a kernel of {grid} blocks with {threads} threads: {status!r}. The cause "
+                "may be an earlier kernel, or another process on this GPU; the engine must be started again."
+            )
 
 
 def compiled(source: str, defines: Mapping[str, int]) -> bytes:

@@ -2,17 +2,20 @@
 // together.
 //
 // At few rows a forward pass is nothing but reading the weights once, so memory must never pause. Here it
-// does not: in every block one warp (the producer) does nothing but copy this block's share of every weight
-// matrix, phase after phase, into a ring of shared memory. It waits for free room and for nothing else,
-// since weights depend on nothing. The other sixteen warps (the consumers) multiply what arrives. Between
-// phases all blocks meet at a barrier in global memory, and attention runs as a phase of its own; while
-// consumers wait or attend, the ring fills.
+// does not: in every block two warps (the producers) do nothing but copy this block's share of every weight
+// matrix, phase after phase, into a ring of shared memory. They wait for free room and for nothing else,
+// since weights depend on nothing. The other eight warps (the consumers) multiply what arrives, or attend.
+//
+// What blocks give each other is its own flag: a place that has not been written yet holds NOTHING, a value
+// that no result has, and who needs it reads until something is there. So a result is on its way to all
+// blocks the moment it is stored, and nobody meets. What has been read everywhere is blanked again in time
+// for the next layer: see `forget`.
 //
 // Sums are taken in an order that depends on the matrix alone, never on how many rows there are: a row's
 // result is the same bits whatever stands beside it.
 //
-// Defined by the caller: RING_BYTES, and WINDOW_BYTES of it that may be on their way at once; CHUNK_UNITS, the width of a tile; MAX_CHUNKS of the input that a warp holds
-// at once.
+// Defined by the caller: RING_BYTES, and WINDOW_BYTES of it that may be on their way at once; CHUNK_UNITS,
+// the width of a tile; MAX_CHUNKS of the input that a warp holds at once.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -24,21 +27,25 @@ constexpr int MAX_ROWS = 8;
 constexpr int WARPS = 8;                  // consumers
 constexpr int PRODUCERS = 2;              // warps
 constexpr int CONSUMERS = WARPS * 32;
-constexpr int THREADS = CONSUMERS + PRODUCERS * 32;
+constexpr int THREADS = CONSUMERS + 128;  // registers are dealt out to groups of four warps
 constexpr int UNIT = CONSUMERS;           // columns: 32 for each warp
 constexpr int MAX_GROUPS = 2;             // tiles' rows whose sums are kept, and then added up together
 constexpr int TILE_ROWS = 16;             // rows of a tile at most: one matrix instruction
 constexpr int SLOTS = 16;                 // tiles in the ring at most
 constexpr int PAD = 64;                   // bytes between a tile's rows: two rows of a quarter warp's reads fill all banks
+constexpr int LEAD = 4;                   // units whose weights are on their way to registers while one is multiplied
 constexpr int SUM_STRIDE = 20;            // floats between tokens in the exchange of partial sums
 constexpr int SUMS = MAX_ROWS * SUM_STRIDE;
 constexpr int D = 128;                    // head dimension
 constexpr int KEYS = 16;                  // keys per block of scores
 constexpr int KEY_GROUPS = WARPS / 2;     // warps that share the keys of a split; the others have the other half of D
 constexpr int MAX_QUERIES = 32;           // query rows of one key head
+constexpr int MAX_SPLITS = 16;            // blocks of the grid that share the keys of a head
 constexpr int Q_BYTES = D * 2 + 64;
 constexpr int CACHED_BLOCKS = 64;         // blocks of keys whose place a block of the grid remembers
 constexpr int PART = 36;                  // floats a thread passes on: 32 sums, 2 maxima, 2 totals
+constexpr int MAX_RANGES = 6;             // pieces of memory that a phase forgets
+constexpr u32 NOTHING = 0xffffffffu;      // a float, or two bf16, not yet written: conversions round every NaN to 0x7fff
 
 enum Kind : u32 { MATMUL = 0, ATTENTION = 1, CONTEXT = 2 };
 enum Epilogue : u32 { STORE = 0, ADD = 1, SILU = 2, LOGITS = 3 };
@@ -46,12 +53,16 @@ enum Epilogue : u32 { STORE = 0, ADD = 1, SILU = 2, LOGITS = 3 };
 // How a matrix is cut up: rows are dealt out to blocks, a block's rows to tiles of group_rows. Columns are cut
 // into passes, whose input a warp holds at once, and those into chunks, the width of a tile. Nothing here
 // depends on the rows of the pass.
+struct Range { u64 start, bytes; };       // both multiples of sixteen
+
 struct Matrix {
-    u64 kind;
+    u32 kind, awaited;                    // awaited: whether the input is written during this launch
     u32 n, k, epilogue, group_rows;       // rows: with SILU pairs of them
-    u32 units, pass_units, chunk_units, reserved;
+    u32 units, pass_units, chunk_units, num_ranges;
     const u16 *weight;                    // [n, k]; with SILU [2 n, k], gates then ups
 
+    // Bytes between a tile's rows.
+    __device__ u32 pitch() const { return chunk_units * UNIT * 2 + PAD; }
     __device__ void rows(u32 &first, u32 &count) const {
         first = n * blockIdx.x / gridDim.x;
         count = n * (blockIdx.x + 1) / gridDim.x - first;
@@ -65,10 +76,13 @@ struct Matmul : Matrix {
     u64 input_stride, output_stride;
     u16 *tap;             // with ADD: the sum once more, or null
     u64 tap_stride;
+    const u16 *before;    // with ADD: what is added to, laid out as the output
+    Range ranges[MAX_RANGES];  // what may be forgotten once the input is there, `num_ranges` of them
 };
 
 struct Attention {
-    u64 kind, heads, kv_heads, bidirectional;
+    u32 kind, awaited;
+    u64 heads, kv_heads, bidirectional;
     const u16 *qkv;                       // [rows, (heads + 2 kv_heads) * D]
     const u16 *q_norm, *k_norm;           // [D]
     u16 *output;                          // [rows, heads * D]
@@ -78,7 +92,8 @@ struct Attention {
 };
 
 union Phase {
-    u64 words[16];                        // the last: whether the next phase needs nothing of this one
+    u32 kind;
+    u64 words[32];
     Matmul matmul;
     Attention attention;
 };
@@ -91,14 +106,15 @@ struct Rows {
     const int *positions;                 // [rows], of the rotation
     const float *cos_sin;                 // [positions, D]
     long long table_stride;
-    int num_rows, num_seqs, span, block_size, kv_heads, splits;  // span: rows of a sequence
+    int num_rows, num_seqs, span, block_size, kv_heads, splits, queries;  // span: rows of a sequence; queries: of a key head
 };
 
 struct Scratch {
-    u32 *barrier;                         // [1], 0 between launches
-    u32 *arrived;                         // [sequences * kv_heads], 0 between launches
-    float *parts;                         // [sequences * kv_heads * splits, 4, 32, 32]
-    float *peaks;                         // [sequences * kv_heads * splits, 2, 4, 32]
+    u32 *barrier;                         // [1]
+    float *parts;                         // [sequences * kv_heads * splits, MAX_QUERIES, D]
+    float *peaks;                         // [sequences * kv_heads * splits, MAX_QUERIES, 2]: peak and total
+    const Range *blank;                   // what holds NOTHING at first, `num_blank` of them
+    long long num_blank;
 };
 
 // ---------------------------------------------------------------- instructions
@@ -150,28 +166,43 @@ __device__ __forceinline__ uint4 shared_load(u32 address) {
     return v;
 }
 
-// Loads are in order with the barriers, which is all the order they need.
-//
-// Written during this launch by other blocks: read past the first-level cache, which is not coherent.
-__device__ __forceinline__ uint4 fresh_load(const void *p) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+// What blocks give each other goes past the first-level cache, which is not coherent. These are in order
+// with all else that is volatile here.
+__device__ __forceinline__ void ask(u32 (&v)[4], const void *p, bool really) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+                 "@p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3]) : "l"(p), "r"((u32)really));
 }
-
-__device__ __forceinline__ u32 fresh_load32(const void *p) {
-    u32 v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
+__device__ __forceinline__ void ask(u32 (&v)[2], const void *p, bool really) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];\n}"
+                 : "+r"(v[0]), "+r"(v[1]) : "l"(p), "r"((u32)really));
 }
-
-__device__ __forceinline__ float fresh_float(const float *p) { return __uint_as_float(fresh_load32(p)); }
-
-__device__ __forceinline__ u16 fresh_load16(const void *p) {
+__device__ __forceinline__ void ask(u32 &v, const void *p, bool really) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.u32 %0, [%1];\n}"
+                 : "+r"(v) : "l"(p), "r"((u32)really));
+}
+__device__ __forceinline__ u16 ask16(const void *p) {
     u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
+}
+
+__device__ __forceinline__ void give(void *p, u16 v) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
+__device__ __forceinline__ void give(void *p, u32 a, u32 b) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void give(void *p, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// A float that may be anything.
+__device__ __forceinline__ u32 something(float x) { return min(__float_as_uint(x), NOTHING - 1); }
+
+// Whether any half of these words is still NOTHING.
+__device__ __forceinline__ bool missing_half(u32 v) { return v >= 0xffff0000u || (v & 0xffffu) == 0xffffu; }
+__device__ __forceinline__ bool missing_half(const u32 (&v)[4]) {
+    return missing_half(__vmaxu2(__vmaxu2(v[0], v[1]), __vmaxu2(v[2], v[3])));
 }
 
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -238,13 +269,14 @@ struct Ring {
 
 // ---------------------------------------------------------------- producer
 
-// All tiles of this block, in the order in which they are consumed: MAX_GROUPS at a time, pass by pass.
+// All tiles of this block, in the order in which they are consumed: MAX_GROUPS row groups at a time, pass by
+// pass, chunk by chunk, and of each chunk the groups.
 struct Walk {
     const Matrix *next;        // matrices are a phase apart
     int left;                  // matrices after `upcoming`
     Matrix m, upcoming;        // read one ahead, so that nobody waits for them
-    u32 first, count, groups;
-    u32 base, pass_start, pass_end, group, start;  // in rows and units
+    u32 first, count;
+    u32 base, group, pass_end, start;  // in rows and units
     bool done;
 
     __device__ Walk(const Phase *matrices, int count) {
@@ -271,17 +303,16 @@ struct Walk {
         pass(0);
     }
     __device__ void pass(u32 from) {
-        start = pass_start = from;
+        start = from;
         pass_end = min(from + m.pass_units, m.units);
     }
     __device__ void advance() {
-        start += m.chunk_units;
-        if (start < pass_end) return;
-        start = pass_start;
-        group += m.group_rows;
         const u32 end = min(base + MAX_GROUPS * m.group_rows, count);
+        group += m.group_rows;
         if (group < end) return;
         group = base;
+        start += m.chunk_units;
+        if (start < pass_end) return;
         if (pass_end < m.units) {
             pass(pass_end);
         } else if (end < count) {
@@ -292,7 +323,7 @@ struct Walk {
         }
     }
     __device__ u32 tile_rows() const { return min(m.group_rows, count - group); }
-    __device__ u32 row_bytes() const { return min(min(start + m.chunk_units, pass_end) * UNIT, m.k) * 2 - start * UNIT * 2; }
+    __device__ u32 row_bytes() const { return min(m.chunk_units, pass_end - start) * UNIT * 2; }
     __device__ u32 rows() const { return tile_rows() << (m.epilogue == SILU); }
     // Of a pair's two halves, gates stand before ups.
     __device__ u32 slot_row(u32 r) const { return m.epilogue == SILU && r >= 8 ? tile_rows() + r - 8 : r; }
@@ -323,7 +354,8 @@ __device__ void produce(const Phase *matrices, int count, Ring ring, u32 *sizes)
         landing.advance();
     };
     for (Walk walk(matrices, count); !walk.done; walk.advance()) {
-        const u32 rows = walk.rows(), row_bytes = walk.row_bytes(), bytes = rows * (row_bytes + PAD), needs = ring.needs(bytes);
+        const u32 rows = walk.rows(), row_bytes = walk.row_bytes(), pitch = walk.m.pitch();
+        const u32 bytes = rows * pitch, needs = ring.needs(bytes);
         while (used + needs > RING_BYTES || tiles == SLOTS) {
             barrier_wait(tail.empty_bar(), tail.parity);
             if (flying_tiles == tiles) land();
@@ -346,7 +378,7 @@ __device__ void produce(const Phase *matrices, int count, Ring ring, u32 *sizes)
         }
         __syncwarp();
         const u32 at = ring.place(bytes);
-        if (const u16 *from = walk.row(r)) copy_row(at + walk.slot_row(r) * (row_bytes + PAD), from, row_bytes, ring.full_bar(), policy);
+        if (const u16 *from = walk.row(r)) copy_row(at + walk.slot_row(r) * pitch, from, row_bytes, ring.full_bar(), policy);
         ring.advance();
     }
 }
@@ -357,42 +389,62 @@ struct Block {  // what consumers carry through the phases
     Ring ring;
     float *sums;        // shared, [2][MAX_GROUPS][WARPS][SUMS]
     float *squares;     // shared, [WARPS][MAX_ROWS]
-    u32 norm;           // shared address, this phase's norm weight
+    u32 norm;           // shared address, this phase's norm weight; each warp has brought its own columns
     u32 exchanges;
     int num_rows;
     float eps;
     float scale;        // the norm's, of the token this thread finishes; negative: not known yet
 };
 
-typedef u32 Input[MAX_CHUNKS][CHUNK_UNITS][4];
+// Of a chunk of the input this warp's 32 columns in each unit, for the token this lane serves. A lane holds
+// eight neighbours, so that it loads 16 bytes: the columns of two matrix instructions are dealt out
+// accordingly, to weights and inputs alike.
+struct Chunk {
+    u32 x[CHUNK_UNITS][4];
 
-// Input columns of this warp's 32 in each unit, for the token this lane serves. A lane holds eight
-// neighbours, so that it loads 16 bytes: the columns of two matrix instructions are dealt out accordingly,
-// to weights and inputs alike.
-//
-// An RMSNorm is applied here but for its scale, which is one number per token and comes in at the end: the
-// sum of squares is collected on the way, as the diagonal of X X^T, and the weight multiplied in.
-__device__ __forceinline__ void load_input(Input &x, const Matmul &m, u32 first, Block &b) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int token = lane >> 2;
-    const u32 own = warp * 32 + (lane & 3) * 8, end = min(first + m.pass_units, m.units);
-    const u16 *row = m.input + token * m.input_stride + own;
-#pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; c++)
+    // Units first, first + 1, ... below end; what is beyond is zero.
+    __device__ __forceinline__ void load(const Matmul &m, u32 first, u32 end, const Block &b) {
 #pragma unroll
         for (int i = 0; i < CHUNK_UNITS; i++) {
-            const u32 unit = first + c * m.chunk_units + i;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (i < m.chunk_units && unit < end && token < b.num_rows) v = fresh_load(row + unit * UNIT);
-            x[c][i][0] = v.x, x[c][i][1] = v.y, x[c][i][2] = v.z, x[c][i][3] = v.w;
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[i][e] = 0;
+            ask(x[i], at(m, first + i), i < m.chunk_units && first + i < end && token() < b.num_rows);
         }
-    if (!m.norm) return;
+    }
+    // Read again, until all of it is there.
+    __device__ __forceinline__ void settle(const Matmul &m, u32 first) {
+        for (bool again = m.awaited; again;) {
+            again = false;
+#pragma unroll
+            for (int i = 0; i < CHUNK_UNITS; i++) {
+                const bool missing = missing_half(x[i]);
+                ask(x[i], at(m, first + i), missing);
+                again |= missing;
+            }
+        }
+        __syncwarp();
+    }
+
+  private:
+    __device__ static int token() { return (threadIdx.x & 31) >> 2; }
+    __device__ static const u16 *at(const Matmul &m, u32 unit) {
+        return m.input + token() * m.input_stride + unit * UNIT + (threadIdx.x >> 5) * 32 + (threadIdx.x & 3) * 8;
+    }
+};
+
+typedef Chunk Input[MAX_CHUNKS];
+
+// An RMSNorm but for its scale, which is one number per token and comes in at the end: the sum of squares is
+// collected, as the diagonal of X X^T, and the weight multiplied in.
+__device__ __forceinline__ void apply_norm(Input &input, const Matmul &m, Block &b) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = lane >> 2;
+    const u32 own = warp * 32 + (lane & 3) * 8;
     float square[4][4] = {};  // four chains, to be short
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS; c++)
 #pragma unroll
         for (int i = 0; i < CHUNK_UNITS; i++) {
-            u32(&v)[4] = x[c][i];
+            u32(&v)[4] = input[c].x[i];
             mma(square[i & 1], v[0], 0, v[1], 0, v[0], v[1]);
             mma(square[2 + (i & 1)], v[2], 0, v[3], 0, v[2], v[3]);
             const u32 unit = min(c * m.chunk_units + i, m.units - 1);  // beyond the last the input is zero
@@ -412,7 +464,18 @@ __device__ __forceinline__ void load_input(Input &x, const Matmul &m, u32 first,
     b.scale = -1.f;
 }
 
-// The norm's scale of a token; all warps have loaded their input, and met since.
+// Bring a phase's norm weight: each warp its own columns, so that nobody else waits for them.
+__device__ __forceinline__ void fetch_norm(const Phase *phase, const Block &b) {
+    if (!phase || phase->kind != MATMUL || !phase->matmul.norm) return;
+    __syncwarp();  // the last phase's has been read
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (u32 unit = lane >> 2; unit < phase->matmul.units; unit += 8) {
+        const u32 at = unit * UNIT + warp * 32 + (lane & 3) * 8;
+        copy16(b.norm + at * 2, phase->matmul.norm + at);
+    }
+}
+
+// The norm's scale of a token; all warps have normed their input, and met since.
 __device__ __forceinline__ float norm_scale(const Matmul &m, int token, Block &b) {
     if (!m.norm) return 1.f;
     if (b.scale < 0.f) {
@@ -424,56 +487,61 @@ __device__ __forceinline__ float norm_scale(const Matmul &m, int token, Block &b
     return b.scale;
 }
 
-// One row group over the chunks of a pass, as they arrive. `rows` of pairs count both.
-__device__ __forceinline__ void multiply(float (&sum)[4], const Input &x, u32 units, const Matmul &m, u32 rows, Ring &ring) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    // The rows of the matrix instruction's two halves that this lane holds. It has sixteen; what the tile does
-    // not have of them is read from its last row, and not used.
-    const u32 upper_row = min((u32)lane >> 2, rows - 1), lower_row = min((m.epilogue == SILU ? rows / 2 : 8) + ((u32)lane >> 2), rows - 1);
-    float other[4] = {};
-#pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; c++) {
-        if (c * m.chunk_units >= units) break;
-        const u32 width = min(m.chunk_units, units - c * m.chunk_units);
-        const u32 pitch = width * UNIT * 2 + PAD;
-        barrier_wait(ring.full_bar(), ring.parity);
-        const u32 at = ring.place(rows * pitch) + warp * 64 + (lane & 3) * 16;
-        uint4 upper[CHUNK_UNITS], lower[CHUNK_UNITS];
-        auto load = [&](int i) {
-            const u32 column = at + min((u32)i, width - 1) * UNIT * 2;  // beyond the last the input is zero
-            upper[i] = shared_load(column + upper_row * pitch);
-            lower[i] = shared_load(column + lower_row * pitch);
-        };
-        constexpr int LEAD = 2;  // units that are on their way while one is multiplied
-#pragma unroll
-        for (int i = 0; i < LEAD; i++) load(i);
-#pragma unroll
-        for (int i = 0; i < CHUNK_UNITS; i++) {
-            if (i + LEAD < CHUNK_UNITS) load(i + LEAD);
-            mma(sum, upper[i].x, lower[i].x, upper[i].y, lower[i].y, x[c][i][0], x[c][i][1]);
-            mma(other, upper[i].z, lower[i].z, upper[i].w, lower[i].w, x[c][i][2], x[c][i][3]);
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.empty_bar());
-        ring.advance();
+// A tile of so many rows: its size, and where the rows of the matrix instruction's two halves lie that this lane
+// holds. It has sixteen; what the tile does not have of them is read from its last row, and not used.
+struct Shape {
+    u32 bytes, upper, lower;
+
+    __device__ Shape(const Matmul &m, u32 group_rows) {
+        const u32 row = (threadIdx.x & 31) >> 2, rows = group_rows << (m.epilogue == SILU), pitch = m.pitch();
+        const u32 own = (threadIdx.x >> 5) * 64 + (threadIdx.x & 3) * 16;
+        bytes = rows * pitch;
+        upper = min(row, rows - 1) * pitch + own;
+        lower = min((m.epilogue == SILU ? group_rows : 8) + row, rows - 1) * pitch + own;
     }
-#pragma unroll
-    for (int e = 0; e < 4; e++) sum[e] += other[e];
+};
+
+__device__ __forceinline__ Shape chosen(bool first, Shape a, const Shape &b) {
+    a.bytes = first ? a.bytes : b.bytes;
+    a.upper = first ? a.upper : b.upper;
+    a.lower = first ? a.lower : b.lower;
+    return a;
 }
 
-// Registers cannot be indexed, only chosen.
-__device__ __forceinline__ void take(float (&sum)[4], const float (&sums)[MAX_GROUPS][4], u32 g) {
+// Tiles on their way from the ring to registers: the first units of the next are read while the last of this one
+// are multiplied, so that a full ring is emptied much faster than memory fills it.
+struct Stream {
+    uint4 upper[CHUNK_UNITS], lower[CHUNK_UNITS];
+    u32 upper_at, lower_at, last;             // shared addresses, and the last unit there is
+
+    __device__ __forceinline__ void open(const Shape &shape, u32 width, Ring &ring) {
+        const u32 at = ring.place(shape.bytes);
+        upper_at = at + shape.upper;
+        lower_at = at + shape.lower;
+        last = width - 1;
+        barrier_wait(ring.full_bar(), ring.parity);
+    }
+    __device__ __forceinline__ void load(int i) {
+        const u32 column = min((u32)i, last) * UNIT * 2;  // beyond the last the input is zero
+        upper[i] = shared_load(upper_at + column);
+        lower[i] = shared_load(lower_at + column);
+    }
+    // Multiply the tile that is open, and open the next if there is one.
+    __device__ __forceinline__ void multiply(float (&sum)[4], float (&other)[4], const Chunk &input, bool more, const Shape &shape, u32 width, Ring &ring) {
+        const u32 emptied = ring.empty_bar();
+        ring.advance();
 #pragma unroll
-    for (int i = 0; i < MAX_GROUPS; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sum[e] = i == 0 || g == i ? sums[i][e] : sum[e];
-}
-__device__ __forceinline__ void put(float (&sums)[MAX_GROUPS][4], const float (&sum)[4], u32 g) {
-#pragma unroll
-    for (int i = 0; i < MAX_GROUPS; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sums[i][e] = g == i ? sum[e] : sums[i][e];
-}
+        for (int i = 0; i < CHUNK_UNITS; i++) {
+            if (i + LEAD == CHUNK_UNITS && more) open(shape, width, ring);
+            load((i + LEAD) % CHUNK_UNITS);  // what is read on after the last tile is not used
+            const u32(&x)[4] = input.x[i];
+            mma(sum, upper[i].x, lower[i].x, upper[i].y, lower[i].y, x[0], x[1]);
+            mma(other, upper[i].z, lower[i].z, upper[i].w, lower[i].w, x[2], x[3]);
+        }
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) barrier_arrive(emptied);
+    }
+};
 
 __device__ __forceinline__ float collect(const float *sums) {
     float total = 0.f;
@@ -482,15 +550,15 @@ __device__ __forceinline__ float collect(const float *sums) {
     return total;
 }
 
-// Add up the warps' partial sums of MAX_GROUPS row groups and write the results: half of the warps does each.
-__device__ __forceinline__ void finish(const float (&sums)[MAX_GROUPS][4], const Matmul &m, u32 row, u32 count, Block &b) {
+// Add up the warps' partial sums of MAX_GROUPS row groups and give the results: half of the warps does each.
+__device__ __forceinline__ void finish(const float (&sums)[MAX_GROUPS][4], const Matmul &m, u32 row, u32 count, bool fence, Block &b) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int index = threadIdx.x & 127, group = threadIdx.x >> 7, token = m.epilogue == SILU ? index >> 3 : index >> 4;
     const u32 r = m.epilogue == SILU ? index & 7 : index & 15, within = group * m.group_rows + r;
     const bool mine = token < b.num_rows && r < m.group_rows && within < count;
     const u64 to = token * m.output_stride + row + within;
-    u16 before = 0;  // asked for early: its way is as long as the exchange
-    if (mine && m.epilogue == ADD) before = fresh_load16(m.output + to);
+    u16 before = 0;  // asked for early: its way is as long as the exchange. This block itself gave it, long ago
+    if (mine && m.epilogue == ADD) before = ask16(m.before + to);
     float *exchange = b.sums + (b.exchanges++ & 1) * MAX_GROUPS * WARPS * SUMS;
 #pragma unroll
     for (int g = 0; g < MAX_GROUPS; g++) {
@@ -501,47 +569,98 @@ __device__ __forceinline__ void finish(const float (&sums)[MAX_GROUPS][4], const
         at[SUM_STRIDE + 8] = sums[g][3];
     }
     consumers_sync();  // also: what was read from the other half is read
+    if (fence) asm volatile("fence.acq_rel.gpu;" ::: "memory");
     if (!mine) return;
     const float *from = exchange + group * WARPS * SUMS + token * SUM_STRIDE + r;
     const float scale = norm_scale(m, token, b);
     const float value = single(round16(scale * collect(from)));
     if (m.epilogue == STORE) {
-        m.output[to] = round16(value);
+        give(m.output + to, round16(value));
     } else if (m.epilogue == LOGITS) {
         ((float *)m.output)[to] = value;
     } else if (m.epilogue == SILU) {
         const float up = single(round16(scale * collect(from + 8)));
         const float silu = single(round16(value / (1.f + __expf(-value))));
-        m.output[to] = round16(silu * up);
+        give(m.output + to, round16(silu * up));
     } else {
         const u16 total = round16(single(before) + value);
-        m.output[to] = total;
-        if (m.tap) m.tap[token * m.tap_stride + row + within] = total;
+        give(m.output + to, total);
+        if (m.tap) give(m.tap + token * m.tap_stride + row + within, total);
     }
 }
 
-__device__ __forceinline__ void multiply_phase(const Matmul m, Block &b) {
-    Input x;
-    load_input(x, m, 0, b);
+// Blank this block's share of some ranges.
+__device__ __forceinline__ void blank(const Range *ranges, int count) {
+    for (int r = 0; r < count; r++) {
+        const Range range = ranges[r];
+        for (u64 at = (blockIdx.x * CONSUMERS + threadIdx.x) * 16; at < range.bytes; at += gridDim.x * CONSUMERS * 16)
+            give((char *)range.start + at, NOTHING, NOTHING, NOTHING, NOTHING);
+    }
+}
+
+template <typename Forget>
+__device__ __forceinline__ void multiply_phase(const Matmul m, const Phase *following, Block &b, const Forget &forget) {
     u32 first, count;
     m.rows(first, count);
     const bool one_pass = m.pass_units >= m.units;
-    for (u32 base = 0; base < count; base += MAX_GROUPS * m.group_rows) {
-        const u32 groups = min((u32)MAX_GROUPS, (count - base + m.group_rows - 1) / m.group_rows);
+    // The input of a pass, and of the next where registers suffice: it is on its way for a whole pass.
+    constexpr int AHEAD = MAX_CHUNKS <= 2 ? 2 : 1;
+    Input input[AHEAD];
+    auto load = [&](Chunk &x, int c, u32 start) { x.load(m, start + c * m.chunk_units, min(start + m.pass_units, m.units), b); };
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+        for (int c = 0; c < MAX_CHUNKS; c++) load(input[a][c], c, a * m.pass_units);
+    Input &x = input[0];
+    const u32 base_rows = MAX_GROUPS * m.group_rows, first_width = min(m.chunk_units, m.units);
+    auto shape_of = [&](u32 row) { return Shape(m, min(m.group_rows, count - min(row, count - 1))); };
+    Shape shape = shape_of(0);
+    Stream stream;
+    stream.open(shape, first_width, b.ring);
+#pragma unroll
+    for (int i = 0; i < LEAD; i++) stream.load(i);
+    if (m.norm) {
+#pragma unroll
+        for (int c = 0; c < MAX_CHUNKS; c++) x[c].settle(m, c * m.chunk_units);
+        apply_norm(x, m, b);
+    }
+    fetch_norm(following, b);
+    for (u32 base = 0; base < count; base += base_rows) {
+        const bool both = base + m.group_rows < count, forgets = base == 0 && m.num_ranges;
+        const Shape second = shape_of(base + m.group_rows), next = shape_of(base + base_rows);
         float sums[MAX_GROUPS][4] = {};
         for (u32 start = 0; start < m.units; start += m.pass_units) {
-#pragma unroll 1
-            for (u32 g = 0; g < groups; g++) {
-                float sum[4];
-                take(sum, sums, g);
-                const u32 rows = min(m.group_rows, count - base - g * m.group_rows) << (m.epilogue == SILU);
-                multiply(sum, x, min(m.pass_units, m.units - start), m, rows, b.ring);
-                put(sums, sum, g);
+            const u32 pass_end = min(start + m.pass_units, m.units);
+            float others[MAX_GROUPS][4] = {};
+#pragma unroll
+            for (int c = 0; c < MAX_CHUNKS; c++) {
+                const u32 unit = start + c * m.chunk_units;
+                if (unit >= pass_end) break;
+                if (!m.norm) x[c].settle(m, unit);
+                // The chunk after this one, in this pass, the next, or the first of the next rows.
+                const bool in_pass = unit + m.chunk_units < pass_end, in_base = in_pass || pass_end < m.units;
+                const u32 left = in_pass ? pass_end - unit - m.chunk_units : in_base ? m.units - pass_end : first_width;
+                const u32 width = min(m.chunk_units, left);
+                const bool more = in_base || base + base_rows < count;
+                const Shape following_shape = chosen(in_base, shape, next);
+                if (both) {
+                    stream.multiply(sums[0], others[0], x[c], true, second, min(m.chunk_units, pass_end - unit), b.ring);
+                    stream.multiply(sums[1], others[1], x[c], more, following_shape, width, b.ring);
+                } else {
+                    stream.multiply(sums[0], others[0], x[c], more, following_shape, width, b.ring);
+                }
+                if (one_pass) continue;
+                if (AHEAD > 1) x[c] = input[AHEAD - 1][c];
+                load(input[AHEAD - 1][c], c, start + AHEAD * m.pass_units);
             }
-            const u32 next = start + m.pass_units;
-            if (!one_pass) load_input(x, m, next < m.units ? next : 0, b);
+#pragma unroll
+            for (int g = 0; g < MAX_GROUPS; g++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[g][e] += others[g][e];
         }
-        finish(sums, m, first + base, count - base, b);
+        if (forgets) forget();
+        finish(sums, m, first + base, count - base, forgets, b);
+        shape = next;
     }
 }
 
@@ -596,30 +715,49 @@ struct Item {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
         }
     }
+    // Where the grid's block of this head's k-th split leaves its part: of queries' sums, and of peaks and totals.
+    __device__ float *part(const Rows &rows, const Scratch &scratch, int k) const {
+        return scratch.parts + (u64)((seq * rows.kv_heads + kv_head) * rows.splits + k) * MAX_QUERIES * D;
+    }
+    __device__ float *peaks(const Rows &rows, const Scratch &scratch, int k) const {
+        return scratch.peaks + (u64)((seq * rows.kv_heads + kv_head) * rows.splits + k) * MAX_QUERIES * 2;
+    }
+    // Blank this block's part.
+    __device__ void forget(const Rows &rows, const Scratch &scratch) const {
+        if (!mine) return;
+        float *sums = part(rows, scratch, split), *ends = peaks(rows, scratch, split);
+        for (int i = threadIdx.x; i < rows.queries * D / 4; i += CONSUMERS) give(sums + i * 4, NOTHING, NOTHING, NOTHING, NOTHING);
+        if ((int)threadIdx.x < rows.queries) give(ends + threadIdx.x * 2, NOTHING, NOTHING);
+    }
 };
 
 // This lane's elements of a head [D]: 2 lane, 2 lane + 1, and the same + D / 2.
 struct Head {
     u32 low, high;
 
-    __device__ void load(const u16 *head) {
-        const int lane = threadIdx.x & 31;
-        low = fresh_load32(head + 2 * lane);
-        high = fresh_load32(head + D / 2 + 2 * lane);
+    __device__ __forceinline__ void load(const u16 *head, bool really) {
+        low = high = 0;
+        load_again(head, really);
     }
+    __device__ __forceinline__ void load_again(const u16 *head, bool really) {
+        const int lane = threadIdx.x & 31;
+        ask(low, head + 2 * lane, really);
+        ask(high, head + D / 2 + 2 * lane, really);
+    }
+    __device__ bool missing() const { return missing_half(low) || missing_half(high); }
     __device__ void store(u16 *head) const {
         const int lane = threadIdx.x & 31;
         *(u32 *)(head + 2 * lane) = low;
         *(u32 *)(head + D / 2 + 2 * lane) = high;
     }
     // Norm and rotation, rounded where the unfused ops round.
-    __device__ void rotate(const u16 *weight, const float *angles, float eps) {
+    __device__ void rotate(const Head &weight, const float *angles, float eps) {
         const int lane = threadIdx.x & 31;
         float square = ::low(low) * ::low(low) + ::high(low) * ::high(low) + ::low(high) * ::low(high) + ::high(high) * ::high(high);
 #pragma unroll
         for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
         const float scale = 1.f / sqrtf(square / D + eps);
-        const u32 w1 = *(const u32 *)(weight + 2 * lane), w2 = *(const u32 *)(weight + D / 2 + 2 * lane);
+        const u32 w1 = weight.low, w2 = weight.high;
         u32 n1 = pack(::low(low) * scale, ::high(low) * scale), n2 = pack(::low(high) * scale, ::high(high) * scale);
         n1 = pack(::low(n1) * ::low(w1), ::high(n1) * ::high(w1));
         n2 = pack(::low(n2) * ::low(w2), ::high(n2) * ::high(w2));
@@ -670,33 +808,65 @@ struct Part {
             sum[i >> 2][i & 3] = sum[i >> 2][i & 3] * mine[r] + from[i * 32 + lane] * theirs[r];
         }
     }
+    // To the blocks of the same head; `query` is the first of the sixteen.
+    __device__ void give_away(float *sums, float *peaks, int query, int queries, int half) const {
+        const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = query + quad + 8 * r;
+            if (row >= queries) continue;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float *to = sums + row * D + half * (D / 2) + (2 * j + e) * 8;
+#pragma unroll
+                for (int t = 0; t < 8; t += 4)
+                    give(to + t, something(sum[t][2 * r + e]), something(sum[t + 1][2 * r + e]), something(sum[t + 2][2 * r + e]), something(sum[t + 3][2 * r + e]));
+            }
+            if (half == 0 && j == 0) give(peaks + row * 2, something(peak[r]), something(total[r]));
+        }
+    }
 };
 
-// Keys kpos .. kpos + 15 of one sequence. Scores are Q K^T with the head dimension dealt out in eights, as
-// in the matrix products; values are dealt out so that a lane reads 16 neighbouring bytes of four keys.
-__device__ __forceinline__ void attend_block(Part (&parts)[2], int tiles, u32 queries, const u16 *keys, const u16 *values, long long key_stride, int half, int kpos, const int (&last)[2][2]) {
-    const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
-    const float scale = 0.08838834764831845f * 1.4426950408889634f;  // 1 / sqrt(D), and to base 2
-    const u16 *key = keys + quad * key_stride + j * 8;
-    uint4 k[2][4];
+// Sixteen keys, and half of their values. Scores are Q K^T with the head dimension dealt out in eights, as in
+// the matrix products; values are dealt out so that a lane reads 16 neighbouring bytes of four keys.
+struct Keys {
+    uint4 k[2][4], v[4];
+
+    __device__ __forceinline__ void load_keys(const u16 *keys, long long stride) {
+        const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
 #pragma unroll
-    for (int u = 0; u < 2; u++)
+        for (int u = 0; u < 2; u++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) k[u][c] = *(const uint4 *)(key + u * 8 * key_stride + c * 32);
-    uint4 v[4];
-    const u16 *value = values + 2 * j * key_stride + half * (D / 2) + quad * 8;
+            for (int c = 0; c < 4; c++) k[u][c] = *(const uint4 *)(keys + (quad + u * 8) * stride + j * 8 + c * 32);
+    }
+    __device__ __forceinline__ void load_values(const u16 *values, long long stride, int half) {
+        const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
+        const u16 *value = values + 2 * j * stride + half * (D / 2) + quad * 8;
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = *(const uint4 *)(value + ((i >> 1) * 8 + (i & 1)) * key_stride);
-    const u32 v0[4] = {v[0].x, v[0].y, v[0].z, v[0].w}, v1[4] = {v[1].x, v[1].y, v[1].z, v[1].w};
-    const u32 v2[4] = {v[2].x, v[2].y, v[2].z, v[2].w}, v3[4] = {v[3].x, v[3].y, v[3].z, v[3].w};
+        for (int i = 0; i < 4; i++) v[i] = *(const uint4 *)(value + ((i >> 1) * 8 + (i & 1)) * stride);
+    }
+    // Put new ones where they belong, whose place in the cache may not be written yet: `rows` of them, each key
+    // beside its value in shared memory, the first after `first` of these sixteen.
+    __device__ __forceinline__ void renew(u32 fresh, int rows, int first, int half) {
+        const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-        if (tile >= tiles) break;
-        Part &part = parts[tile];
-        float score[2][4] = {};
+        for (int u = 0; u < 2; u++) {
+            const int row = quad + u * 8 - first;
+            if (row < 0 || row >= rows) continue;
+#pragma unroll
+            for (int c = 0; c < 4; c++) k[u][c] = shared_load(fresh + row * 4 * D + c * 64 + j * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = 2 * j + (i >> 1) * 8 + (i & 1) - first;
+            if (row >= 0 && row < rows) v[i] = shared_load(fresh + row * 4 * D + 2 * D + half * D + quad * 16);
+        }
+    }
+    __device__ __forceinline__ void score(float (&score)[2][4], u32 queries) const {
+        const int lane = threadIdx.x & 31, quad = lane >> 2, j = lane & 3;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const u32 at = queries + (tile * 16 + quad) * Q_BYTES + c * 64 + j * 16;
+            const u32 at = queries + quad * Q_BYTES + c * 64 + j * 16;
             const uint4 upper = shared_load(at), lower = shared_load(at + 8 * Q_BYTES);
 #pragma unroll
             for (int u = 0; u < 2; u++) {
@@ -704,6 +874,13 @@ __device__ __forceinline__ void attend_block(Part (&parts)[2], int tiles, u32 qu
                 mma(score[u], upper.z, lower.z, upper.w, lower.w, k[u][c].z, k[u][c].w);
             }
         }
+    }
+    // Add the values to a part, by scores of keys kpos .. kpos + 15, of which a row sees those up to `last`.
+    __device__ __forceinline__ void add(Part &part, float (&score)[2][4], int kpos, const int (&last)[2]) const {
+        const int j = threadIdx.x & 3;
+        const float scale = 0.08838834764831845f * 1.4426950408889634f;  // 1 / sqrt(D), and to base 2
+        const u32 v0[4] = {v[0].x, v[0].y, v[0].z, v[0].w}, v1[4] = {v[1].x, v[1].y, v[1].z, v[1].w};
+        const u32 v2[4] = {v[2].x, v[2].y, v[2].z, v[2].w}, v3[4] = {v[3].x, v[3].y, v[3].z, v[3].w};
         float fade[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -713,7 +890,7 @@ __device__ __forceinline__ void attend_block(Part (&parts)[2], int tiles, u32 qu
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float &s = score[u][2 * r + e];
-                    s = kpos + u * 8 + 2 * j + e <= last[tile][r] ? s * scale : -INFINITY;
+                    s = kpos + u * 8 + 2 * j + e <= last[r] ? s * scale : -INFINITY;
                     peak = fmaxf(peak, s);
                 }
             peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
@@ -744,66 +921,88 @@ __device__ __forceinline__ void attend_block(Part (&parts)[2], int tiles, u32 qu
             mma(part.sum[t], p[0], p[1], p[2], p[3], __byte_perm(v0[t >> 1], v1[t >> 1], pick), __byte_perm(v2[t >> 1], v3[t >> 1], pick));
         }
     }
-}
-
-// A meeting of blocks: what was written before one arrives is seen by who has awaited all.
-__device__ __forceinline__ void arrive(u32 *counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ __forceinline__ void await(const u32 *counter, u32 target) {
-    u32 seen;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    } while (seen < target);
-}
+};
 
 // Where a key is added up does not depend on which rows are new: blocks of keys are counted from the
-// sequence's start and dealt out in turn to splits, and within a split to warps. The splits of a head meet when
-// all have their part, and put the parts together.
-__device__ __forceinline__ void attention_phase(const Attention a, const Rows &rows, const Item &item, const Scratch &scratch, const u16 *norms, u32 &arrivals, Block &b, char *shared) {
+// sequence's start and dealt out in turn to splits, and within a split to warps. The splits of a head give each
+// other their parts, and each puts its share of the sums together.
+__device__ __forceinline__ void attention_phase(const Attention a, const Rows &rows, const Item &item, const Scratch &scratch, const Block &b, char *shared) {
     if (!item.mine) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int kv_heads = rows.kv_heads, group = (int)a.heads / kv_heads, span = rows.span, splits = rows.splits;
     const int active = min(splits, item.blocks);
     const int inverse = 1024 / group + 1;  // q / group for the few there are
     auto token_of = [&](int q) { return q * inverse >> 10; };
-    const int queries = span * group, tiles = (queries + 15) / 16;
+    const int queries = rows.queries, tiles = (queries + 15) / 16;
     const u32 width = ((u32)a.heads + 2 * kv_heads) * D;
     const u16 *qkv = a.qkv + item.seq * span * width;
-    char *query_rows = shared;
-    float *parts = (float *)shared;  // in the queries' place, once they are done with
+    char *query_rows = shared, *fresh_rows = shared + MAX_QUERIES * Q_BYTES;
+    float *parts = (float *)shared;  // in their place, once they are done with
+
+    // Old keys do not depend on this pass: the first of each warp are on their way before the queries are known.
+    const int half = warp / KEY_GROUPS, share = warp % KEY_GROUPS;
+    const long long key_stride = (long long)kv_heads * D;
+    const int own = (item.blocks - item.split + splits - 1) / splits;
+    auto position = [&](int i) { return (item.split + i * splits) * KEYS; };
+    Keys keys;
+    auto load_keys = [&](int i) { keys.load_keys(a.k_cache + item.keys(rows, i), key_stride); };
+    auto load_values = [&](int i) { keys.load_values(a.v_cache + item.keys(rows, i), key_stride, half); };
+    if (share < own) {
+        load_keys(share);
+        load_values(share);
+    }
+    Head q_norm, k_norm;
+    q_norm.load(a.q_norm, true);
+    k_norm.load(a.k_norm, true);
 
     constexpr int PER_WARP = MAX_QUERIES / WARPS;
     Head heads[PER_WARP], key, value;
+    const int t = WARPS - 1 - warp;  // a row for each warp: the split that reads a new key writes it
+    const bool fresh = t < span && (item.computed + t) / KEYS % splits == item.split;
+    const u16 *key_from = qkv + t * width + ((u32)a.heads + item.kv_head) * D, *value_from = key_from + kv_heads * D;
+    auto query_from = [&](int i) {
+        const int q = min(warp + i * WARPS, queries - 1), token = token_of(q);
+        return qkv + token * width + (item.kv_head * group + q - token * group) * D;
+    };
 #pragma unroll
-    for (int i = 0; i < PER_WARP; i++) {
-        const int q = min(warp + i * WARPS, queries - 1), t = token_of(q);
-        heads[i].load(qkv + t * width + (item.kv_head * group + q - t * group) * D);
+    for (int i = 0; i < PER_WARP; i++) heads[i].load(query_from(i), warp + i * WARPS < queries);
+    key.load(key_from, fresh);
+    value.load(value_from, fresh);
+    for (bool again = a.awaited; again;) {
+        again = false;
+#pragma unroll
+        for (int i = 0; i < PER_WARP; i++) {
+            const bool missing = heads[i].missing();
+            heads[i].load_again(query_from(i), missing);
+            again |= missing;
+        }
+        const bool no_key = key.missing(), no_value = value.missing();
+        key.load_again(key_from, no_key);
+        value.load_again(value_from, no_value);
+        again |= no_key || no_value;
     }
-    const int t = WARPS - 1 - warp;  // a row for each warp; the split that reads a new key writes it
-    const bool writes = t < span && (item.computed + t) / KEYS % splits == item.split && item.kv_slots[t] >= 0;
-    if (writes) {
-        key.load(qkv + t * width + ((u32)a.heads + item.kv_head) * D);
-        value.load(qkv + t * width + ((u32)a.heads + kv_heads + item.kv_head) * D);
-    }
-    if (span == 1) {
-        heads[0].rotate(norms, item.angles, b.eps);
+    __syncwarp();
+    if (queries <= WARPS) {
+        heads[0].rotate(q_norm, item.angles + token_of(min(warp, queries - 1)) * D, b.eps);
     } else {
 #pragma unroll
-        for (int i = 0; i < PER_WARP; i++) heads[i].rotate(norms, item.angles + token_of(min(warp + i * WARPS, queries - 1)) * D, b.eps);
+        for (int i = 0; i < PER_WARP; i++) heads[i].rotate(q_norm, item.angles + token_of(min(warp + i * WARPS, queries - 1)) * D, b.eps);
     }
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++)
         if (warp + i * WARPS < queries) heads[i].store((u16 *)(query_rows + (warp + i * WARPS) * Q_BYTES));
-    if (writes) {
-        key.rotate(norms + D, item.angles + t * D, b.eps);
+    if (fresh) {
+        key.rotate(k_norm, item.angles + t * D, b.eps);
+        key.store((u16 *)fresh_rows + t * 2 * D);
+        value.store((u16 *)fresh_rows + (t * 2 + 1) * D);
         const u64 at = ((u64)item.kv_slots[t] * kv_heads + item.kv_head) * D;
-        key.store(a.k_cache + at);
-        value.store(a.v_cache + at);
+        if (item.kv_slots[t] >= 0) {
+            key.store(a.k_cache + at);
+            value.store(a.v_cache + at);
+        }
     }
     consumers_sync();
 
-    const int half = warp / KEY_GROUPS, share = warp % KEY_GROUPS;
     Part part[2];
     int last[2][2];
 #pragma unroll
@@ -815,11 +1014,17 @@ __device__ __forceinline__ void attention_phase(const Attention a, const Rows &r
             last[tile][r] = item.computed + (a.bidirectional ? span - 1 : min(token_of(query), span - 1));
         }
     }
-    const long long key_stride = (long long)kv_heads * D;
-    const int own = (item.blocks - item.split + splits - 1) / splits;
     for (int i = share; i < own; i += KEY_GROUPS) {
-        const long long at = item.keys(rows, i);
-        attend_block(part, tiles, shared_address(query_rows), a.k_cache + at, a.v_cache + at, key_stride, half, (item.split + i * splits) * KEYS, last);
+        const int old = item.computed - position(i);
+        if (old < KEYS) keys.renew(shared_address(fresh_rows), span, old, half);
+        float score[2][2][4] = {};
+        keys.score(score[0], shared_address(query_rows));
+        if (tiles > 1) keys.score(score[1], shared_address(query_rows) + 16 * Q_BYTES);
+        const bool more = i + KEY_GROUPS < own;
+        if (more) load_keys(i + KEY_GROUPS);
+        keys.add(part[0], score[0], position(i), last[0]);
+        if (tiles > 1) keys.add(part[1], score[1], position(i), last[1]);
+        if (more) load_values(i + KEY_GROUPS);
     }
     if (own > 1) consumers_sync();  // more than one warp of a half had keys
     for (int step = KEY_GROUPS / 2; step && own > 1; step >>= 1) {
@@ -834,68 +1039,48 @@ __device__ __forceinline__ void attention_phase(const Attention a, const Rows &r
             consumers_sync();
         }
     }
-    const int head_item = item.seq * kv_heads + item.kv_head;
     if (share == 0) {
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            if (tile >= tiles) break;
-            float *to = scratch.parts + ((u64)(head_item * splits + item.split) * 4 + tile * 2 + half) * 1024;
+        for (int tile = 0; tile < 2; tile++)
+            part[tile].give_away(item.part(rows, scratch, item.split), item.peaks(rows, scratch, item.split), tile * 16, queries, half);
+    }
+    const float *sums = item.part(rows, scratch, 0), *peaks = item.peaks(rows, scratch, 0);
+#pragma unroll 1
+    for (int at = item.split * CONSUMERS + threadIdx.x; at < queries * (D / 4); at += active * CONSUMERS) {
+        const int query = at / (D / 4), d = at % (D / 4) * 4;
+        u32 end_of[MAX_SPLITS][2], sum_of[MAX_SPLITS][4];
 #pragma unroll
-            for (int i = 0; i < 32; i++) to[i * 32 + lane] = part[tile].sum[i >> 2][i & 3];
-            if (half == 0) {
-                float *peaks = scratch.peaks + ((u64)(head_item * splits + item.split) * 2 + tile) * 128;
+        for (int k = 0; k < MAX_SPLITS; k++) {
+            end_of[k][0] = __float_as_uint(-INFINITY);
+            end_of[k][1] = sum_of[k][0] = sum_of[k][1] = sum_of[k][2] = sum_of[k][3] = 0;
+            ask(end_of[k], peaks + (k * MAX_QUERIES + query) * 2, k < active);
+            ask(sum_of[k], sums + (k * MAX_QUERIES + query) * D + d, k < active);
+        }
+        for (bool again = true; again;) {
+            again = false;
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    peaks[r * 32 + lane] = part[tile].peak[r];
-                    peaks[(2 + r) * 32 + lane] = part[tile].total[r];
-                }
+            for (int k = 0; k < MAX_SPLITS; k++) {
+                const bool no_end = max(end_of[k][0], end_of[k][1]) == NOTHING;
+                const bool no_sum = max(max(sum_of[k][0], sum_of[k][1]), max(sum_of[k][2], sum_of[k][3])) == NOTHING;
+                ask(end_of[k], peaks + (k * MAX_QUERIES + query) * 2, no_end);
+                ask(sum_of[k], sums + (k * MAX_QUERIES + query) * D + d, no_sum);
+                again |= no_end || no_sum;
             }
         }
-    }
-    consumers_sync();
-    arrivals += active;
-    if (threadIdx.x == 0) {
-        arrive(scratch.arrived + head_item);
-        await(scratch.arrived + head_item, arrivals);
-    }
-    consumers_sync();
-    // Each of these blocks now puts its share of the sums together.
-    constexpr int AT_ONCE = 16;
-    const float *peaks = scratch.peaks + (u64)head_item * splits * 256, *sums = scratch.parts + (u64)head_item * splits * 4096;
-#pragma unroll 1
-    for (int at = item.split * CONSUMERS + threadIdx.x; at < tiles * 2048; at += active * CONSUMERS) {
-        const int tile = at >> 11, side = at >> 10 & 1, i = at >> 5 & 31, r = i >> 1 & 1;
-        const int query = tile * 16 + (lane >> 2) + 8 * r;
-        if (query >= queries) continue;
-        const float *peaks_at = peaks + tile * 128 + r * 32 + lane;
-        float peak = -INFINITY, total = 0.f, sum = 0.f;
-#pragma unroll 1
-        for (int s0 = 0; s0 < active; s0 += AT_ONCE) {
-            float peak_of[AT_ONCE], total_of[AT_ONCE], sum_of[AT_ONCE];
+        float peak = -INFINITY, total = 0.f, sum[4] = {};
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                const bool there = s0 + k < active;
-                peak_of[k] = there ? fresh_float(peaks_at + (s0 + k) * 256) : -INFINITY;
-                total_of[k] = there ? fresh_float(peaks_at + (s0 + k) * 256 + 64) : 0.f;
-                sum_of[k] = there ? fresh_float(sums + (s0 + k) * 4096 + at) : 0.f;
-            }
-            float both = peak;
+        for (int k = 0; k < MAX_SPLITS; k++) peak = fmaxf(peak, __uint_as_float(end_of[k][0]));
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) both = fmaxf(both, peak_of[k]);
-            const float fade = peak == -INFINITY ? 0.f : power2(peak - both);
-            peak = both;
-            total *= fade;
-            sum *= fade;
+        for (int k = 0; k < MAX_SPLITS; k++) {
+            const float peak_of = __uint_as_float(end_of[k][0]);
+            const float weight = peak_of == -INFINITY ? 0.f : power2(peak_of - peak);
+            total += weight * __uint_as_float(end_of[k][1]);
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                const float weight = peak_of[k] == -INFINITY ? 0.f : power2(peak_of[k] - peak);
-                total += weight * total_of[k];
-                sum += weight * sum_of[k];
-            }
+            for (int e = 0; e < 4; e++) sum[e] += weight * __uint_as_float(sum_of[k][e]);
         }
-        const int d = side * (D / 2) + (2 * (lane & 3) + (i & 1)) * 8 + (i >> 2);
-        const int t = token_of(query);
-        a.output[((u64)(item.seq * span + t) * a.heads + item.kv_head * group + query - t * group) * D + d] = round16(sum / total);
+        const int token = token_of(query);
+        u16 *to = a.output + ((u64)(item.seq * span + token) * a.heads + item.kv_head * group + query - token * group) * D + d;
+        give(to, pack(sum[0] / total, sum[1] / total), pack(sum[2] / total, sum[3] / total));
     }
 }
 
@@ -906,10 +1091,15 @@ __device__ __forceinline__ void context_phase(const Attention a, const Rows &row
         const int row = i / kv_heads, kv_head = i % kv_heads;
         const long long slot = rows.kv_slots[row];
         if (slot < 0) continue;
-        Head key, value;
-        key.load(a.qkv + row * a.stride + kv_head * D);
-        value.load(a.qkv + row * a.stride + (kv_heads + kv_head) * D);
-        key.rotate(a.k_norm, a.cos_sin + (u64)rows.positions[row] * D, b.eps);
+        const u16 *key_from = a.qkv + row * a.stride + kv_head * D, *value_from = key_from + kv_heads * D;
+        Head norm, key, value;
+        norm.load(a.k_norm, true);
+        key.load(key_from, true);
+        value.load(value_from, true);
+        while (a.awaited && key.missing()) key.load_again(key_from, true);
+        while (a.awaited && value.missing()) value.load_again(value_from, true);
+        __syncwarp();
+        key.rotate(norm, a.cos_sin + (u64)rows.positions[row] * D, b.eps);
         const u64 at = ((u64)slot * kv_heads + kv_head) * D;
         key.store(a.k_cache + at);
         value.store(a.v_cache + at);
@@ -918,20 +1108,33 @@ __device__ __forceinline__ void context_phase(const Attention a, const Rows &row
 
 // ---------------------------------------------------------------- the kernel
 
+// All blocks meet: what was written before is seen after. The first block's share turns the counter's highest
+// bit over when it and all others have come, so that it need not be set back.
+__device__ __forceinline__ void meet(u32 *counter) {
+    consumers_sync();
+    if (threadIdx.x == 0) {
+        const u32 share = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
+        u32 before, now;
+        asm volatile("fence.acq_rel.gpu;\natom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(share) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        while (!((before ^ now) >> 31));
+    }
+    consumers_sync();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 run_phases(const Phase *phases, int num_phases, const Phase *matrices, int num_matrices, Rows rows, Scratch scratch, float eps) {
     extern __shared__ __align__(128) char shared[];
     __shared__ u64 barriers[2 * SLOTS];
     __shared__ u32 sizes[PRODUCERS * SLOTS];
     __shared__ float squares[WARPS * MAX_ROWS];
-    __shared__ __align__(128) Phase current[2];
-    __shared__ __align__(16) u16 head_norms[2 * D];
+    __shared__ __align__(128) Phase current[4];
     __shared__ float angles[MAX_ROWS * D];
     __shared__ long long kv_slots[MAX_ROWS];
     __shared__ int block_ids[CACHED_BLOCKS];
     Ring ring;
     ring.base = shared_address(shared);
-    ring.full = shared_address(barriers);
+    asm volatile("mov.u32 %0, %1;" : "=r"(ring.full) : "r"(shared_address(barriers)));  // computed once
     ring.empty = ring.full + SLOTS * 8;
     ring.offset = ring.slot = 0;
     ring.parity = 0;
@@ -945,55 +1148,54 @@ run_phases(const Phase *phases, int num_phases, const Phase *matrices, int num_m
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        produce(matrices, num_matrices, ring, sizes);
-        return;
-    }
-    char *rest = shared + RING_BYTES;
-    Block b;
-    b.ring = ring;
-    b.sums = (float *)rest;
-    b.squares = squares;
-    b.norm = shared_address(rest) + 2 * MAX_GROUPS * WARPS * SUMS * 4;
-    b.exchanges = 0;
-    b.num_rows = rows.num_rows;
-    b.eps = eps;
-    const Item item(rows, angles, kv_slots, block_ids);
-    u32 target = 0, arrivals = 0;
-    for (int i = -1; i < num_phases; i++) {
-        // Fetch the next phase's description while this one runs.
-        if (i + 1 < num_phases && threadIdx.x < sizeof(Phase) / 16)
-            copy16(shared_address(&current[(i + 1) & 1]) + threadIdx.x * 16, (const char *)(phases + i + 1) + threadIdx.x * 16);
-        bool meet = false;
-        if (i >= 0) {
-            const Phase &phase = current[i & 1];
-            if (phase.words[0] == MATMUL) multiply_phase(phase.matmul, b);
-            else if (phase.words[0] == ATTENTION) attention_phase(phase.attention, rows, item, scratch, head_norms, arrivals, b, rest);
-            else context_phase(phase.attention, rows, b);
-            meet = !phase.words[15];
-        }
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (threadIdx.x < CONSUMERS + PRODUCERS * 32) produce(matrices, num_matrices, ring, sizes);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        char *rest = shared + RING_BYTES;
+        Block b;
+        b.ring = ring;
+        b.sums = (float *)rest;
+        b.squares = squares;
+        b.norm = shared_address(rest) + 2 * MAX_GROUPS * WARPS * SUMS * 4;
+        b.exchanges = 0;
+        b.num_rows = rows.num_rows;
+        b.eps = eps;
+        const Item item(rows, angles, kv_slots, block_ids);
+        auto fetch = [&](int i) {
+            if (i < num_phases && threadIdx.x < sizeof(Phase) / 16)
+                copy16(shared_address(&current[i & 3]) + threadIdx.x * 16, (const char *)(phases + i) + threadIdx.x * 16);
+        };
+        fetch(0);
+        fetch(1);
+        blank(scratch.blank, (int)scratch.num_blank);
+        item.forget(rows, scratch);
         copied();
-        consumers_sync();
-        if (i + 1 == num_phases) break;
-        if (meet && threadIdx.x == 0) arrive(scratch.barrier);
-        const Phase &following = current[(i + 1) & 1];
-        if (following.words[0] == MATMUL && following.matmul.norm)
-            for (u32 at = threadIdx.x * 8; at < following.matmul.k; at += CONSUMERS * 8)
-                copy16(b.norm + at * 2, following.matmul.norm + at);
-        if (following.words[0] == ATTENTION && threadIdx.x < 2 * D / 8) {
-            const u16 *norm = threadIdx.x < D / 8 ? following.attention.q_norm : following.attention.k_norm;
-            copy16(shared_address(head_norms) + threadIdx.x * 16, norm + threadIdx.x % (D / 8) * 8);
-        }
-        if (following.words[0] == ATTENTION) item.prefetch(rows, following.attention);
-        if (meet) {
-            target += gridDim.x;
-            if (threadIdx.x == 0) await(scratch.barrier, target);
-        }
+        meet(scratch.barrier);
+        fetch_norm(&current[0], b);
         copied();
-        consumers_sync();
-    }
-    // The last block to leave sets the counters back: by then no block waits any more.
-    if (threadIdx.x == 0 && atomicAdd(scratch.barrier, 1) == target + gridDim.x - 1) {
-        *scratch.barrier = 0;
-        for (int i = 0; i < rows.num_seqs * rows.kv_heads; i++) scratch.arrived[i] = 0;
+        __syncwarp();
+        for (int i = 0; i < num_phases; i++) {
+            const Phase &phase = current[i & 3], *following = i + 1 < num_phases ? &current[(i + 1) & 3] : nullptr;
+            fetch(i + 2);
+            if (following && following->kind == ATTENTION) item.prefetch(rows, following->attention);
+            if (phase.kind == MATMUL) {
+                // What the phases before the last gave has been read by all blocks: this one's input is what they made
+                // of it. The fence before this phase's first result puts the blanks before it, for all who see it, and
+                // so before anyone's next look at them: by then he has seen all results of this phase. That look needs
+                // no fence, as it is not even issued before those values have come.
+                multiply_phase(phase.matmul, following, b, [&] {
+                    consumers_sync();  // each warp has seen its part of the input
+                    blank(phase.matmul.ranges, phase.matmul.num_ranges);
+                    item.forget(rows, scratch);
+                });
+            } else {
+                fetch_norm(following, b);
+                if (phase.kind == ATTENTION) attention_phase(phase.attention, rows, item, scratch, b, rest);
+                else context_phase(phase.attention, rows, b);
+            }
+            copied();
+            consumers_sync();
+        }
     }
 }

@@ -6,12 +6,14 @@ import ctypes
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from paceline.ops.layout import RowLayout
 from paceline.ops.persistent.compiler import CudaKernel
+from paceline.ops.persistent.flow import Range, awaited, blank_at_first, ranges
 from paceline.ops.persistent.phases import Attend, Phase, Product
 
 MAX_ROWS = 8
@@ -23,6 +25,8 @@ KEYS = 16
 """Keys that are scored at once; blocks of the cache hold a multiple of them."""
 MAX_SPLITS = 16
 """Blocks of the grid that share the keys of one head, at most."""
+_REGISTER_GROUP = 128
+"""Threads that registers are dealt out to at once: producers are rounded up to them."""
 
 _RING_BYTES, _WINDOW_BYTES = 194_560, 90_000
 _CHUNK_UNITS, _MAX_GROUPS = 5, 2
@@ -36,7 +40,7 @@ MAX_HIDDEN = _CHUNKS[-1] * _CHUNK_UNITS * _UNIT
 _REST_BYTES = 2 * _MAX_GROUPS * _WARPS * MAX_ROWS * 20 * 4 + 2 * MAX_HIDDEN  # partial sums, a norm's weight
 _MATMUL, _ATTENTION, _CONTEXT = range(3)
 _STORE, _ADD, _SILU, _LOGITS = range(4)
-_WORDS = 16
+_WORDS, _MAX_RANGES = 32, 6
 
 
 def matrices_fit(hidden_size: int, depths: Collection[int], grid: int) -> bool:
@@ -45,15 +49,15 @@ def matrices_fit(hidden_size: int, depths: Collection[int], grid: int) -> bool:
     """
     more_passes = max(depths) > _CHUNKS[0] * _CHUNK_UNITS * _UNIT
     return (
-        all(depth % _UNIT == 0 for depth in (hidden_size, *depths))
+        grid <= _UNIT  # every block has rows of every matrix, which has some units of rows
+        and all(depth % _UNIT == 0 for depth in (hidden_size, *depths))
         and hidden_size <= MAX_HIDDEN
         and (not more_passes or -(-hidden_size // grid) <= _MAX_GROUPS * _TILE_ROWS)
     )
 
 
 class Machine:
-    """What launches share: the grid, the kernel's variant, and scratch that is zero between launches. One
-    launch at a time.
+    """What launches share: the grid, the kernel's variant, and scratch. One launch at a time.
 
     Args:
         device: a GPU.
@@ -63,15 +67,9 @@ class Machine:
     def __init__(self, device: torch.device, hidden_size: int) -> None:
         self.grid = torch.cuda.get_device_properties(device).multi_processor_count
         self.max_chunks = next(n for n in _CHUNKS if hidden_size <= n * _CHUNK_UNITS * _UNIT)
-        self._counters = torch.zeros(64 + MAX_ROWS * 64, dtype=torch.int32, device=device)
-        self._parts = torch.empty(self.grid, 4, 32, 32, device=device)
-        self._peaks = torch.empty(self.grid, 2, 4, 32, device=device)
-        self.scratch = _Scratch(
-            self._counters.data_ptr(),
-            self._counters[64:].data_ptr(),
-            self._parts.data_ptr(),
-            self._peaks.data_ptr(),
-        )
+        self.barrier = torch.zeros(1, dtype=torch.int32, device=device)
+        self.parts = torch.empty(self.grid, MAX_QUERIES, HEAD_DIM, device=device)
+        self.peaks = torch.empty(self.grid, MAX_QUERIES, 2, device=device)
 
 
 class Launch:
@@ -79,7 +77,6 @@ class Launch:
 
     Args:
         phases: in order; their tensors must outlive this.
-        independent: indices of phases that the next one needs nothing of: no meeting between them.
         machine: grid and scratch.
         num_seqs, span: rows of a pass.
         eps: of all norms.
@@ -89,7 +86,6 @@ class Launch:
     def __init__(
         self,
         phases: Sequence[Phase],
-        independent: Collection[int],
         machine: Machine,
         *,
         num_seqs: int,
@@ -103,11 +99,20 @@ class Launch:
         k_cache = next(phase.k_cache for phase in phases if isinstance(phase, Attend))
         _, self._block_size, self._num_kv_heads, _ = k_cache.shape
         self._splits = max(1, min(MAX_SPLITS, machine.grid // (num_seqs * self._num_kv_heads)))
-        words = [_words(phase, machine, self._num_kv_heads) for phase in phases]
-        for i, row in enumerate(words):
-            row += [0] * (_WORDS - 1 - len(row)) + [int(i in independent)]
+        self._group = (
+            next(phase.num_heads for phase in phases if isinstance(phase, Attend)) // self._num_kv_heads
+        )
+        blank = blank_at_first(phases)
+        self._num_blank = len(blank)
+        self._blank = torch.tensor(_sizes(blank), dtype=torch.int64).to(cos_sin.device)
+        words = [
+            _words(phase, waits, machine, self._num_kv_heads)
+            for phase, waits in zip(phases, awaited(phases), strict=True)
+        ]
+        for row in words:
+            row += [0] * (_WORDS - len(row))
         # The matrices once more by themselves: the warps that fetch weights look at nothing else.
-        matrices = [row for row in words if row[0] == _MATMUL]
+        matrices = [row for row, phase in zip(words, phases, strict=True) if isinstance(phase, Product)]
         self._count, self._num_matrices = len(words), len(matrices)
         self._phases = torch.tensor(words + matrices, dtype=torch.int64).to(cos_sin.device)
 
@@ -128,40 +133,56 @@ class Launch:
             self._block_size,
             self._num_kv_heads,
             self._splits,
+            self._group * self._span,
         )
-        _kernel(self._machine.max_chunks, torch.cuda.current_device()).launch_together(
-            self._machine.grid,
-            (_WARPS + _PRODUCERS) * 32,
+        machine = self._machine
+        scratch = _Scratch(
+            machine.barrier.data_ptr(),
+            machine.parts.data_ptr(),
+            machine.peaks.data_ptr(),
+            self._blank.data_ptr(),
+            self._num_blank,
+        )
+        _kernel(machine.max_chunks, torch.cuda.current_device()).launch_together(
+            machine.grid,
+            _WARPS * 32 + _REGISTER_GROUP,
             [
                 ctypes.c_void_p(phases),
                 ctypes.c_int(self._count),
                 ctypes.c_void_p(phases + 8 * _WORDS * self._count),
                 ctypes.c_int(self._num_matrices),
                 rows,
-                self._machine.scratch,
+                scratch,
                 ctypes.c_float(self._eps),
             ],
         )
 
 
-def _words(phase: Phase, machine: Machine, num_kv_heads: int) -> list[int]:
-    """The kernel's ``struct`` of a phase, as 64-bit words."""
+def _words(phase: Phase, waits: bool, machine: Machine, num_kv_heads: int) -> list[int]:
+    """The kernel's ``struct`` of a phase, as 64-bit words; ``waits``: whether its source is awaited."""
     if isinstance(phase, Product):
-        return _product_words(phase, machine)
+        return _product_words(phase, waits, machine)
     caches = [phase.k_cache.data_ptr(), phase.v_cache.data_ptr()]
     if isinstance(phase, Attend):
         assert phase.qkv.is_contiguous() and phase.out.is_contiguous()
         assert phase.k_cache.shape[2] == num_kv_heads
-        words = [_ATTENTION, phase.num_heads, num_kv_heads, int(phase.bidirectional), phase.qkv.data_ptr()]
-        return [*words, phase.q_norm.data_ptr(), phase.k_norm.data_ptr(), phase.out.data_ptr(), *caches]
-    words = [_CONTEXT, 0, phase.k_cache.shape[2], 0, phase.kv.data_ptr(), 0, phase.k_norm.data_ptr(), 0]
+        words = [_pair(_ATTENTION, waits), phase.num_heads, num_kv_heads, int(phase.bidirectional)]
+        words += [phase.qkv.data_ptr(), phase.q_norm.data_ptr(), phase.k_norm.data_ptr()]
+        return [*words, phase.out.data_ptr(), *caches]
+    words = [_pair(_CONTEXT, waits), 0, phase.k_cache.shape[2], 0]
+    words += [phase.kv.data_ptr(), 0, phase.k_norm.data_ptr(), 0]
     return [*words, *caches, phase.cos_sin.data_ptr(), phase.kv.stride(0)]
 
 
-def _product_words(phase: Product, machine: Machine) -> list[int]:
+def _product_words(phase: Product, waits: bool, machine: Machine) -> list[int]:
     pairs = phase.epilogue == "swiglu"
     n, k = phase.weight.shape[0] // (2 if pairs else 1), phase.weight.shape[1]
-    source, out, tap = phase.source, phase.out, phase.tap
+    source, out, tap, before = phase.source, phase.out, phase.tap, phase.before
+    assert (before is not None) == (phase.epilogue == "add")
+    assert before is None or before.stride() == out.stride()
+    forgets = _sizes(ranges(phase.forgets))
+    assert not forgets or (waits and phase.norm is not None)  # all blocks' results are seen at once
+    assert len(forgets) <= _MAX_RANGES
     assert phase.weight.stride() == (k, 1) and source.stride(1) == out.stride(1) == 1 and k % _UNIT == 0
     tile_rows = _TILE_ROWS // (2 if pairs else 1)
     share = -(-n // machine.grid)  # the most rows a block of the grid has
@@ -173,11 +194,19 @@ def _product_words(phase: Product, machine: Machine) -> list[int]:
     assert passes == 1 or (phase.norm is None and share <= _MAX_GROUPS * group_rows)
     stored = _LOGITS if out.dtype == torch.float32 else _STORE
     epilogue = {"store": stored, "add": _ADD, "swiglu": _SILU}[phase.epilogue]
-    words = [_MATMUL, _pair(n, k), _pair(epilogue, group_rows), _pair(units, pass_units), chunk_units]
+    words = [_pair(_MATMUL, waits), _pair(n, k), _pair(epilogue, group_rows)]
+    words += [_pair(units, pass_units), _pair(chunk_units, len(forgets))]
     words += [phase.weight.data_ptr(), source.data_ptr()]
     words += [0 if phase.norm is None else phase.norm.data_ptr(), out.data_ptr()]
     words += [source.stride(0), out.stride(0)]
-    return words + ([0, 0] if tap is None else [tap.data_ptr(), tap.stride(0)])
+    words += [0, 0] if tap is None else [tap.data_ptr(), tap.stride(0)]
+    return [*words, 0 if before is None else before.data_ptr(), *chain(*forgets)]
+
+
+def _sizes(places: Sequence[Range]) -> list[tuple[int, int]]:
+    """Starts and lengths in bytes."""
+    assert all(address % 16 == 0 for place in places for address in place)
+    return [(start, end - start) for start, end in places]
 
 
 def _pair(low: int, high: int) -> int:
@@ -200,11 +229,15 @@ class _Rows(ctypes.Structure):
         ("block_size", ctypes.c_int),
         ("kv_heads", ctypes.c_int),
         ("splits", ctypes.c_int),
+        ("queries", ctypes.c_int),
     ]
 
 
 class _Scratch(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("barrier", "arrived", "parts", "peaks")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("barrier", "parts", "peaks", "blank")),
+        ("num_blank", ctypes.c_longlong),
+    ]
 
 
 @cache

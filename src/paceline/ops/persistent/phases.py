@@ -1,4 +1,4 @@
-"""What a pass consists of: phases, each needing all of the one before it. Plain data."""
+"""What a pass consists of: phases, which read what those before them wrote. Plain data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ class Product:
         source: [R, k].
         out: [R, n]; fp32 for logits, which are rounded to the weights' dtype all the same.
         norm: [k], RMSNorm weight; None for none.
-        epilogue: ``store``, ``add`` to what is there, or store ``silu(gate) * up``.
+        epilogue: ``store``, ``add`` to ``before``, or store ``silu(gate) * up``.
+        before: [R, n], what is added to; laid out as ``out``, and another tensor.
         tap: [R, n], gets the sum too when it is added.
+        forgets: tensors whose readers have all given results that this phase awaits; the next phase is the
+            first that may write them anew.
     """
 
     weight: Tensor
@@ -26,7 +29,9 @@ class Product:
     out: Tensor
     norm: Tensor | None = None
     epilogue: Literal["store", "add", "swiglu"] = "store"
+    before: Tensor | None = None
     tap: Tensor | None = None
+    forgets: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,10 @@ class Program:
         self._machine, self._num_seqs, self._span = machine, num_seqs, span
         self._eps, self._cos_sin = eps, cos_sin
         self._phases: list[Phase] = []
-        self._independent: set[int] = set()
         self._launch: Launch | None = None
 
-    def add(self, phase: Phase, *, independent: bool = False) -> None:
-        """Append a phase; ``independent`` says that the next one needs nothing of it."""
-        if independent:
-            self._independent.add(len(self._phases))
+    def add(self, phase: Phase) -> None:
+        """Append a phase."""
         self._phases.append(phase)
 
     def seal(self) -> None:
@@ -41,7 +38,6 @@ class Program:
         if self._machine is not None:
             self._launch = Launch(
                 self._phases,
-                self._independent,
                 self._machine,
                 num_seqs=self._num_seqs,
                 span=self._span,

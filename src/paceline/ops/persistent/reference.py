@@ -41,10 +41,13 @@ def _multiply(phase: Product, eps: float) -> None:
     if phase.epilogue == "swiglu":
         result = silu_mul(result)
     elif phase.epilogue == "add":
-        result = phase.out + result
+        assert phase.before is not None
+        result = phase.before + result
     phase.out.copy_(result)
     if phase.tap is not None:
         phase.tap.copy_(result)
+    for tensor in phase.forgets:
+        tensor.fill_(float("nan"))  # who reads it all the same will be seen
 
 
 def _attend(phase: Attend, layout: RowLayout, eps: float, cos_sin: Tensor) -> None:
