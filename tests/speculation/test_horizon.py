@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineRequest
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.costs import Measured, Round, RoundCosts
-from paceline.speculation.decision import Batch, Decision
+from paceline.speculation.decision import Batch
 from paceline.speculation.horizon import finish_seconds, long_run_rates
 from paceline.speculation.survival import PRIOR_SPREAD, Survival
 from support.engines import golden_core, golden_prompts
@@ -56,6 +59,15 @@ def test_a_long_sequence_among_short_ones_does_not_decide_for_them() -> None:
     plain, drafted = finish_seconds(paces, np.array([30.0, 30.0, 30.0, 1000.0]), seconds, 0.0)
     assert plain == pytest.approx(30 + 970 / 3, rel=0.01)
     assert drafted > plain
+
+
+def test_going_on_plainly_draws_nothing_out() -> None:
+    """Drafting pays for three, plain decoding for the two that are left; these have as much to do."""
+    seconds = np.array([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0]])
+    paces = np.array([[1.0] * 3, [1.9] * 3])
+    left = np.array([30.0, 300.0, 300.0])
+    even, uneven = (finish_seconds(paces, left, seconds, spread) for spread in (0.0, 0.3))
+    assert uneven[1] == pytest.approx(even[1])
 
 
 @given(st.permutations(range(6)), st.floats(0.0, 0.4))
@@ -112,7 +124,8 @@ def test_spread_is_learnt_from_sequences_that_end() -> None:
         for _ in range(60):
             for _ in range(30):
                 survival.observe([0, 1], [3, 3], [3, slow])
-            survival.observe([0, 1], [0, 0], [0, 0])
+            for _ in range(20):  # plain rounds say nothing
+                survival.observe([0, 1], [0, 0], [0, 0])
             survival.reset(0)
             survival.reset(1)
         return survival.spread
@@ -122,24 +135,29 @@ def test_spread_is_learnt_from_sequences_that_end() -> None:
     assert learnt(1) > 0.35, "4 tokens a round and 2, where 3 are expected"
 
 
-def test_what_the_engine_tells_of_its_work() -> None:
+def watched(**options: Any) -> tuple[EngineCore, list[Batch]]:
+    """An engine, and what its planner is asked."""
     speculative = {"verify_planner": "auto"}
-    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", max_num_seqs=4, speculative_config=speculative)
-    seen: list[Batch] = []
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config=speculative, **options)
+    planner, seen = core.scheduler.planner, []
+    assert planner is not None
+    decide = planner.decide
+    planner.decide = lambda batch: seen.append(batch) or decide(batch)  # type: ignore
+    return core, seen
 
-    class Watching:
-        def __init__(self, planner: object) -> None:
-            self._planner = planner
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._planner, name)
+def test_who_waits_though_there_are_slots_is_a_queue() -> None:
+    core, seen = watched(max_num_seqs=8, max_num_batched_tokens=64)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for i in range(3):
+        core.add(EngineRequest(request_id=str(i), prompt_token_ids=[1 + i] * 60, params=params))
+    core.step()
+    core.step()
+    assert [batch.refilled for batch in seen] == [False, True], "the third had no rows in the first step"
 
-        def decide(self, batch: Batch) -> Decision:
-            seen.append(batch)
-            found: Decision = self._planner.decide(batch)  # type: ignore[attr-defined]
-            return found
 
-    core.scheduler.planner = Watching(core.scheduler.planner)  # type: ignore[assignment]
+def test_what_the_engine_tells_of_its_work() -> None:
+    core, seen = watched(max_num_seqs=4)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     for i, prompt in enumerate(golden_prompts(6, seed=2)):
         core.add(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params))

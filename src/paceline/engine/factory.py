@@ -22,6 +22,7 @@ from paceline.speculation.counters import SpeculationCounters
 from paceline.speculation.draft_reserve import DraftReserve
 from paceline.speculation.draft_state import CaptureDraftState
 from paceline.speculation.hedging import Hedger
+from paceline.speculation.odds import ChainOdds
 from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
 from paceline.threads import sleep_at_barriers
@@ -103,8 +104,9 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
         logger.info("Verify planner: off, sequences here are too short to time rounds with")
         return None
     logger.info("Verify planner: %d rounds timed in %.2f s", len(measured), time.perf_counter() - started)
-    costs = RoundCosts(measured, built.num_drafts, tiers)
-    return Planner(costs, Survival(built.max_num_seqs, built.num_drafts))
+    costs = RoundCosts(measured, built.num_drafts, tiers, built.hedging)
+    odds = None if built.hedging is None or speculation.hedge_auto else ChainOdds(built.hedging.positions)
+    return Planner(costs, Survival(built.max_num_seqs, built.num_drafts), odds)
 
 
 def _hedger(config: EngineConfig, built: Built) -> Hedger | None:

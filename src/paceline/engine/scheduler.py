@@ -267,7 +267,8 @@ class Scheduler:
             HedgeCandidate(entry.sequence.order, slot, entry.sequence.tokens_left + 1)
             for slot, entry in decoding.items()
         ]
-        chosen = hedger.choose(candidates, self.max_num_batched_tokens - step.plan.num_rows)
+        spare = self.max_num_batched_tokens - step.plan.num_rows
+        chosen = hedger.choose(candidates, spare) if step.decision.hedge else []
         for slot in chosen:
             decoding[slot].span.chains = hedger.chains
         if any(entry.decodes for entry in step.entries):
@@ -288,7 +289,17 @@ class Scheduler:
             left=[s.tokens_left for s in sequences],
             coming=[s.tokens_left for s in (*prefilling, *(() if refilled else arrived))],
             refilled=refilled,
+            **self._offered(sequences),
         )
+
+    def _offered(self, decoding: list[Sequence]) -> dict[str, int]:
+        """Chains the planner may have beside all drafts; none where a controller tries how many pay."""
+        hedger, width = self.hedger, self.drafting.num_drafts + 1
+        if hedger is None or hedger.controller is not None:
+            return {}
+        wanting = sum(s.can_draft and hedger.eligible(s.tokens_left) for s in decoding)
+        places = hedger.places(self.max_num_batched_tokens - width * len(decoding))
+        return {"hedged": min(wanting, places), "chains": hedger.chains}
 
     def _drafts_in_place(self, sequence: Sequence) -> int:
         """Drafts a decoding sequence could have verified now."""
@@ -376,7 +387,7 @@ class Scheduler:
             step.plan.inits.append(
                 SlotInit(
                     slot=sequence.slot,
-                    tokens=list(sequence.tokens),
+                    tokens=sequence.tokens[:],
                     computed=sequence.blocks.computed,
                     prompt_len=sequence.prompt_len,
                     params=sequence.request.params,
@@ -548,7 +559,7 @@ class Scheduler:
     def _teach(planner: Planner, step: PlannedStep, results: list[SpanResult]) -> None:
         """Tell the planner what the step's decode spans committed, ends and limits left aside."""
         decoded = [
-            (entry.span, len(result.tokens) - 1)
+            (entry.span, result)
             for entry, result in zip(step.entries, results, strict=True)
             if entry.decodes and entry.sequence.tenancy == entry.tenancy and result.tokens
         ]
@@ -556,7 +567,9 @@ class Scheduler:
             step.decision,
             [span.slot for span, _ in decoded],
             [span.drafts for span, _ in decoded],
-            [accepted for _, accepted in decoded],
+            [len(result.tokens) - 1 - result.won for _, result in decoded],
+            [result.chains for _, result in decoded],
+            [result.won for _, result in decoded],
         )
 
     def timed(self, step: PlannedStep, seconds: float) -> None:
@@ -564,7 +577,12 @@ class Scheduler:
         if self.planner is None or not all(entry.decodes for entry in step.entries):
             return
         spans = step.plan.spans
-        round_ = Round(len(spans), max(span.drafts for span in spans), any(span.propose for span in spans))
+        round_ = Round(
+            len(spans),
+            max(span.drafts for span in spans),
+            any(span.propose for span in spans),
+            max(span.chains for span in spans),
+        )
         self.planner.costs.observe(round_, step.decision.context, seconds)
 
     def round_done(self, step: PlannedStep, now_s: float, tokens: int) -> None:

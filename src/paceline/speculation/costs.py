@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.speculation.hedging import HedgeLimits
+
 LEVEL_RATE = 0.1
 OFFSET_RATE = 0.2
 """Share of a step's surprise that goes to the level when only its kind has run lately, and to the kind's
@@ -46,11 +48,13 @@ class Round:
         num_seqs: sequences.
         num_drafts: drafts verified for each of them.
         propose: whether the next block is drafted.
+        chains: hedge chains of each hedged sequence; they run beside all drafts only.
     """
 
     num_seqs: int
     num_drafts: int
     propose: bool
+    chains: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class RoundCosts:
         num_drafts: most drafts per sequence.
         tiers: where rounds exist in fixed sizes only: draft counts by size, ascending; a round takes the
             smallest size and count that hold it. None where a round is of exactly the size needed.
+        hedging: what there may be of hedge chains. Their rows are taken to cost what rows of drafts do, until
+            rounds that have some are seen.
     """
 
     def __init__(
@@ -97,7 +103,9 @@ class RoundCosts:
         measured: Iterable[Measured],
         num_drafts: int,
         tiers: Mapping[int, Sequence[int]] | None = None,
+        hedging: HedgeLimits | None = None,
     ) -> None:
+        self._hedging = hedging
         self.num_drafts = num_drafts
         self._tiers = None if tiers is None else {size: tuple(tiers[size]) for size in sorted(tiers)}
         self._tier_sizes = () if self._tiers is None else tuple(self._tiers)
@@ -183,13 +191,14 @@ class RoundCosts:
 
     def _shape(self, round_: Round) -> Round:
         """What really runs."""
+        chains = round_.chains if round_.num_drafts == self.num_drafts else 0
         if self._tiers is None:
-            return round_
+            return replace(round_, chains=chains)
         size, drafts = self._tier(round_.num_seqs), round_.num_drafts
         if drafts == 0:
             return Round(size, 0, round_.propose)
         # Rounds that verify always draft as well: who does not propose is left out of it, but not its time.
-        return Round(size, next(count for count in self._tiers[size] if count >= drafts), True)
+        return Round(size, next(count for count in self._tiers[size] if count >= drafts), True, chains)
 
     def kind(self, round_: Round) -> Round:
         """What rounds of the same kind have in common: their size is the same tier, or nearest to the same
@@ -217,9 +226,12 @@ class RoundCosts:
         if not shape.propose and shape.num_drafts == 0:
             return self._over_sizes(self._plain, shape.num_seqs)
         drafting = self._over_sizes(self._drafting[:, shape.num_drafts], shape.num_seqs)
+        start = self._over_sizes(self._drafting[:, 0], shape.num_seqs)
+        if shape.chains and self._hedging is not None:
+            rows = self._hedging.rows(shape.num_seqs, shape.chains)
+            drafting += (drafting - start) * rows / (shape.num_seqs * shape.num_drafts)
         if shape.propose:
             return drafting
-        start = self._over_sizes(self._drafting[:, 0], shape.num_seqs)
         plain = self._over_sizes(self._plain, shape.num_seqs)
         return max(plain, drafting - max(0.0, start - plain))
 

@@ -24,6 +24,8 @@ class Batch:
         coming: the same of sequences that are about to decode beside them.
         refilled: whether others wait, so that whoever ends is replaced; ``left`` and ``coming`` do not count
             then.
+        hedged: sequences that may have hedge chains beside all their drafts, in rows nobody else needs.
+        chains: chains of each of them.
     """
 
     slots: Sequence[int]
@@ -34,6 +36,8 @@ class Batch:
     left: Sequence[int] = ()
     coming: Sequence[int] = ()
     refilled: bool = True
+    hedged: int = 0
+    chains: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Decision:
         baseline: of these, those an exploring round was not paid to find out about.
         rate: tokens per second that a round must be worth.
         context: mean tokens of context of the sequences.
+        hedge: whether hedge chains run; those that may are chosen elsewhere.
     """
 
     depth: int
@@ -59,6 +64,7 @@ class Decision:
     baseline: float = 0.0
     rate: float = 1.0
     context: float = 0.0
+    hedge: bool = True
 
     def limit(self, slot: int) -> int:
         """Most drafts ``slot`` may verify."""

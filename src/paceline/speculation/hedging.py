@@ -43,7 +43,11 @@ class HedgeLimits:
     @property
     def max_rows(self) -> int:
         """Rows of all chains of a round."""
-        return self.max_seqs * len(self.positions) * self.width
+        return self.rows(self.max_seqs, len(self.positions))
+
+    def rows(self, num_seqs: int, chains: int) -> int:
+        """Rows of the chains in a round of so many sequences."""
+        return min(num_seqs, self.max_seqs) * chains * self.width
 
 
 class HedgeCandidate(NamedTuple):
@@ -96,12 +100,14 @@ class Hedger:
             candidates: sequences that decode in it.
             spare_rows: rows of the step that nothing else uses.
         """
+        wanting = sorted(item for item in candidates if self.eligible(item.budget))
+        return [item.slot for item in wanting][: self.places(spare_rows)]
+
+    def places(self, spare_rows: int) -> int:
+        """Sequences that may be hedged in so many rows."""
         if not self.chains:
-            return []
-        places = min(self.limits.max_seqs, spare_rows // (self.chains * self.limits.width))
-        return [item.slot for item in sorted(item for item in candidates if self.eligible(item.budget))][
-            : max(places, 0)
-        ]
+            return 0
+        return max(0, min(self.limits.max_seqs, spare_rows // (self.chains * self.limits.width)))
 
     def verified(self, spans: Iterable[tuple[int, int]]) -> None:
         """Count a round.

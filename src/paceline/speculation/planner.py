@@ -4,8 +4,8 @@ logic.
 A round of N sequences with up to K drafts each is expected to commit E(K) = Σᵢ (1 + Σⱼ≤K aᵢⱼ) tokens, where
 aᵢⱼ is the chance that draft j of sequence i and all before it stand (``survival.py``), and takes t(N, K)
 seconds (``costs.py``). Drafting pays at the depth K whose rate E(K) / t(N, K) is the highest, and not at all
-when no rate beats the plain round's N / t(N): a drafter then costs nothing but the room it takes. Where nobody
-waits to take the place of sequences that end, the rate is that of all known work until it is done
+when no rate beats the plain round's N / t(N): a drafter then costs nothing but the room it takes. Where
+nobody waits to take the place of sequences that end, the rate is that of all known work until it is done
 (``horizon.py``).
 
 Drafts already in place are sunk cost. So a round runs the depth that gains most over the best rate r that can
@@ -17,6 +17,9 @@ price: its extra seconds, and those that the tokens it lacks are worth. It is pa
 all seconds, and what the round commits beyond its plan is paid back. If drafts have become good, exploring is
 free and goes on at once. The first trials of a depth at a batch size are free too unless they look dear: what
 was measured may be an interpolation, or may have been disturbed.
+
+Rows of hedge chains are bought out of the same budget: beside all drafts, where the tokens they are expected
+to add (``odds.py``) are worth more than the seconds they take at that rate.
 
 With a step in flight all numbers are those of earlier rounds; lengths and acceptance stay on the device, so
 that nothing waits for the choice.
@@ -36,6 +39,7 @@ from numpy.typing import NDArray
 from paceline.speculation.costs import Round, RoundCosts
 from paceline.speculation.decision import Batch, Decision, Reason
 from paceline.speculation.horizon import long_run_rates
+from paceline.speculation.odds import ChainOdds
 from paceline.speculation.survival import Survival
 
 logger = logging.getLogger(__name__)
@@ -104,6 +108,7 @@ class Planner:
     Args:
         costs: seconds of rounds.
         survival: chances of drafts.
+        odds: what hedge chains bring; None where there are none.
 
     Attributes:
         rounds: rounds planned, by depth and reason.
@@ -111,9 +116,10 @@ class Planner:
         last: the last decision.
     """
 
-    def __init__(self, costs: RoundCosts, survival: Survival) -> None:
+    def __init__(self, costs: RoundCosts, survival: Survival, odds: ChainOdds | None = None) -> None:
         self.costs = costs
         self.survival = survival
+        self.odds = odds
         self.rounds: Counter[tuple[int, Reason]] = Counter()
         self.expected_tokens = 0.0
         self.realised_tokens = 0
@@ -124,6 +130,9 @@ class Planner:
         self._settled_until = 0
         self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
+        self._hedges = False  # whether the last round had chains
+        self._chain_trial = 0  # rounds with chains still to run to learn from them
+        self._unhedged_s = 0.0  # seconds since chains last ran
         self._last_run: dict[Round, int] = {}
         self._trials: Counter[Round] = Counter()
         self._last_free = 0
@@ -148,6 +157,7 @@ class Planner:
         trial = self._trial(batch, choices, depth, now, rate, seconds)
         reason: Reason = "exploring" if trial else "drafts pay" if propose else "plain is faster"
         chosen = trial or _Trial(depth, propose, now[depth])
+        gain = self._hedge(batch, chosen, rate)
         self._last_run[self.costs.kind(Round(num_seqs, chosen.depth, chosen.propose))] = self._round
         self._round += 1
         self.rounds[chosen.depth, reason] += 1
@@ -156,10 +166,11 @@ class Planner:
             self._allot(chances, batch, chosen.depth),
             chosen.propose,
             reason,
-            expected=now[chosen.depth],
+            expected=now[chosen.depth] + gain,
             baseline=chosen.baseline,
             rate=rate,
             context=batch.context,
+            hedge=self._hedges,
         )
         return self.last
 
@@ -207,6 +218,40 @@ class Planner:
             self._drafted_for = other
         return trial
 
+    def _hedge(self, batch: Batch, chosen: _Trial, rate: float) -> float:
+        """Choose whether chains run in this round. Returns the tokens they should add to it: chains are made
+        in one round and verified in the next.
+        """
+        depth, had = self.costs.num_drafts, self._hedges
+        self._hedges = False
+        if batch.hedged == 0:
+            self._hedges = self.odds is None  # not for the planner to say
+            return 0.0
+        gain, extra = self._chains(batch, len(batch.slots))
+        self._unhedged_s += self.costs.seconds(
+            Round(len(batch.slots), chosen.depth, chosen.propose), batch.context
+        )
+        if chosen.depth != depth or not chosen.propose:
+            return 0.0
+        self._hedges = gain > rate * extra or self._chain_trial > 0
+        if not self._hedges and 2 * extra <= EXPLORE_SHARE * self._unhedged_s:
+            self._hedges, self._chain_trial = True, 2
+        if self._hedges:
+            self._chain_trial = max(self._chain_trial - 1, 0)
+            self._unhedged_s = 0.0
+        return gain if had and self._hedges else 0.0
+
+    def _chains(self, batch: Batch, num_seqs: int) -> tuple[float, float]:
+        """Tokens that chains add to a round with all drafts, and seconds they take."""
+        assert self.odds is not None
+        depth = self.costs.num_drafts
+        with_chains, without = (
+            self.costs.seconds(Round(num_seqs, depth, True, chains), batch.context)
+            for chains in (batch.chains, 0)
+        )
+        gain = batch.hedged * self.odds.gain(self.survival.overall(), batch.chains)
+        return gain, with_chains - without
+
     def _settle(self, batch: Batch) -> float:
         """Choose the depth that pays best in the long run. Returns its rate in tokens per second."""
         num_seqs = len(batch.slots) + len(batch.coming)
@@ -219,6 +264,12 @@ class Planner:
             return self._rate
         self._settled_for, self._settled_until = work, self._round + SETTLE_EVERY
         rates = long_run_rates(batch, (0, *self.costs.counts(num_seqs)), self.costs, self.survival)
+        if batch.hedged:
+            gain, extra = self._chains(batch, num_seqs)
+            depth = self.costs.num_drafts
+            tokens = num_seqs * (1.0 + float(self.survival.overall().sum()))
+            seconds = self.costs.seconds(Round(num_seqs, depth, True), batch.context)
+            rates[depth] *= max(1.0, (1.0 + gain / tokens) / (1.0 + extra / seconds))
         best = max(rates, key=lambda depth: rates[depth])
         if rates[best] > (1 + HYSTERESIS) * rates.get(self._depth, 0.0):
             self._log(best, rates, num_seqs)
@@ -247,7 +298,13 @@ class Planner:
         return dict(zip(batch.slots, allot(chances, batch.slots, limits, batch.row_limit), strict=True))
 
     def committed(
-        self, decision: Decision, slots: Sequence[int], drafts: Sequence[int], accepted: Sequence[int]
+        self,
+        decision: Decision,
+        slots: Sequence[int],
+        drafts: Sequence[int],
+        accepted: Sequence[int],
+        chains: Sequence[int] = (),
+        won: Sequence[int] = (),
     ) -> None:
         """Learn from a round's results.
 
@@ -255,10 +312,14 @@ class Planner:
             decision: what it was planned as.
             slots: sequences that decoded.
             drafts: drafts verified for each.
-            accepted: how many of them stood.
+            accepted: how many of them stood, chains left aside.
+            chains: hedge chains verified beside them, and
+            won: tokens committed because of one; empty where there are none.
         """
         self.survival.observe(slots, drafts, accepted)
-        tokens = sum(accepted) + len(slots)
+        if self.odds is not None and chains:
+            self.odds.observe(accepted, drafts, chains, won)
+        tokens = sum(accepted) + sum(won) + len(slots)
         self.expected_tokens += decision.expected
         self.realised_tokens += tokens
         if decision.reason == "exploring":
