@@ -67,3 +67,15 @@ def test_no_other_groups_save_more(tables: list[list[int]]) -> None:
         assert len(group.members) > 1
         assert group.num_blocks == common(tables, tuple(group.members)) > 0
     assert sum(group.saved for group in groups) == most_saved(tables)
+
+
+def test_a_deep_tree_is_searched_by_rounded_lengths() -> None:
+    """Each sequence goes on where the one before ended: as deep as there are sequences."""
+    tables = [list(range(length)) for length in range(0, 3000, 3)]
+    groups = shared_groups(tables)
+    members = [member for group in groups for member in group.members]
+    assert len(set(members)) == len(members) and sum(group.saved for group in groups) > 500_000
+    for group in groups:
+        assert all(
+            tables[member][: group.num_blocks] == list(range(group.num_blocks)) for member in group.members
+        )

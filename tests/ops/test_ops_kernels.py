@@ -464,10 +464,7 @@ def test_bidirectional_attention(kernels: Any, config: int, window: int | None) 
     close(out, scene.expected(window, bidirectional=True))
 
 
-COMMON = (
-    [(64, 1), (65, 8), (90, 3), (7, 2), (40, 1), (130, 1), (128, 8), (300, 19)],
-    [(3, 64), (2, 0), (3, 128)],
-)
+COMMON = ([(32, 1), (33, 8), (50, 3), (7, 2), (40, 1), (65, 1), (64, 9)], [(3, 32), (2, 0), (2, 64)])
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -490,7 +487,7 @@ def test_common_keys_are_attended_to_once(kernels: Any) -> None:
     layout = scene.layout
     assert layout.common is not None
     for seq, keys in enumerate(layout.common.of_seqs.tolist()):
-        if seq not in (0, 5):
+        if seq not in (0, 5):  # whose tables the groups name
             layout.block_tables[layout.slots[seq], : keys // 16] = -(10**6)
     assert torch.equal(attend(kernels, scene), out)
 
@@ -625,18 +622,27 @@ def test_attention_refuses_what_it_has_no_kernel_for(kernels: Any) -> None:
 
 
 def test_few_tiles_are_split_and_many_are_not(kernels: Any) -> None:
-    from paceline.ops.triton.attention import choose_config
+    from paceline.ops.triton.attention import choose_config, common_config
 
-    def splits(spans: list[tuple[int, int]], max_context: int) -> int:
+    def cut(spans: list[tuple[int, int]], max_context: int = 32768) -> tuple[int, int, int]:
         layout = make_scene(spans).layout
         layout.host_max_context = max_context
-        rows = sum(layout.host_rows)
-        return choose_config(layout, rows, 4, 8, torch.bfloat16, num_processors=132).num_splits
+        config = choose_config(layout, sum(layout.host_rows), 4, 8, torch.bfloat16, num_processors=132)
+        return config.block_m, config.num_splits, config.num_stages
 
-    assert splits([(1000, 1)], 1024) == 8  # bounded by the keys worth a split
-    assert splits([(1000, 1)], 32768) == 33  # fills 132 processors twice
-    assert splits([(1, 1)] * 64, 32768) == 1
-    assert splits([(0, 1024)], 32768) == 1
+    assert cut([(1000, 1)], 1024) == (16, 4, 3)  # bounded by the keys worth a split
+    assert cut([(1000, 1)]) == (16, 16, 3)  # by what merging costs
+    assert cut([(1, 1)] * 8) == (16, 4, 3)  # fills 132 processors twice
+    assert cut([(1, 8)] * 8) == (32, 4, 3)
+    assert cut([(1, 8)] * 32) == (64, 1, 3)  # nothing to fill: the tensor core's tile
+    assert cut([(1, 1)] * 48) == (16, 1, 3)
+    assert cut([(1, 1)] * 64) == (16, 1, 2)  # four on a processor
+    assert cut([(0, 1024)]) == (128, 1, 3)
+
+    def splits(rows: int) -> int:
+        return common_config(rows, 4, 8, torch.bfloat16, num_processors=132).num_splits
+
+    assert [splits(rows) for rows in (32, 96, 256, 512, 768)] == [8, 5, 2, 1, 2]
 
 
 if not INTERPRETED:

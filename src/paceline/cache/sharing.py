@@ -10,6 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+
+MAX_LEVELS = 64
+"""Lengths of common prefixes told apart: deeper trees are searched by rounded lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +37,46 @@ class Group:
 def shared_groups(tables: Sequence[list[int]]) -> list[Group]:
     """The disjoint groups that save most, largest saving first.
 
+    A node of the prefix tree that is made a group costs its blocks once, and spares every sequence below it,
+    down to the next such node, as many. So the best groups below a node depend on nothing but the blocks of
+    the nearest group above.
+
     Args:
         tables: block ids of each sequence. A block that two of them list is full, and in one place.
     """
     order = sorted(range(len(tables)), key=lambda i: tables[i])
-    common = [_common(tables[a], tables[b]) for a, b in itertools.pairwise(order)]
+    exact = [_common(tables[a], tables[b]) for a, b in itertools.pairwise(order)]
+    grain = 1 if len(set(exact)) <= MAX_LEVELS else max(exact) // MAX_LEVELS + 1
+    common = [length // grain * grain for length in exact]
 
-    def saved(groups: list[Group]) -> int:
-        return sum(group.saved for group in groups)
-
-    def best(first: int, last: int) -> list[Group]:
-        """Of the sequences ``order[first : last + 1]``."""
+    @cache
+    def best(first: int, last: int, above: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Of ``order[first : last + 1]``: blocks saved; groups as (first, last, blocks), outer ones first."""
         if first == last:
-            return []
+            return above, ()
         least = min(common[first:last])
         borders = [i for i in range(first, last) if common[i] == least]
-        together, alone, apart = Group([], least), [], []
-        for start, end in zip([first, *(i + 1 for i in borders)], [*borders, last], strict=True):
-            groups = best(start, end)  # each branch of the tree joins the common group or has its own
-            alone += groups
-            if (end - start + 1) * least > saved(groups):
-                together.members.extend(order[start : end + 1])
-            else:
-                apart += groups
-        apart.append(together)
-        return apart if saved(apart) > saved(alone) else alone
+        branches = list(zip([first, *(i + 1 for i in borders)], [*borders, last], strict=True))
 
-    return sorted(best(0, len(tables) - 1), key=lambda g: g.saved, reverse=True) if tables else []
+        def below(blocks: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+            found = [best(start, end, blocks) for start, end in branches]
+            return sum(saved for saved, _ in found), tuple(group for _, groups in found for group in groups)
+
+        saved, groups = below(above)
+        if least > above:
+            more, inner = below(least)
+            if more - least > saved:
+                return more - least, ((first, last, least), *inner)
+        return saved, groups
+
+    owners: dict[int, tuple[int, int, int]] = {}
+    for group in best(0, len(tables) - 1, 0)[1] if tables else ():
+        owners.update((member, group) for member in order[group[0] : group[1] + 1])
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for member in order:
+        if member in owners:
+            members.setdefault(owners[member], []).append(member)
+    return sorted((Group(m, g[2]) for g, m in members.items()), key=lambda g: g.saved, reverse=True)
 
 
 def _common(left: list[int], right: list[int]) -> int:

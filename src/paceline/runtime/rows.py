@@ -10,7 +10,6 @@ from torch import Tensor
 
 from paceline.ops import RowLayout
 from paceline.runtime.plan import Span
-from paceline.runtime.sharing import Groups, group_values
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 
@@ -50,9 +49,7 @@ class StepRows:
     host_proposing: list[int]
 
 
-def build_rows(
-    spans: Sequence[Span], state: SlotState, staging: Staging, max_context: int, *, together: bool = False
-) -> StepRows:
+def build_rows(spans: Sequence[Span], state: SlotState, staging: Staging, max_context: int) -> StepRows:
     """Lay out the rows of ``spans``. One upload; everything that depends on lengths is computed on the
     device.
 
@@ -61,7 +58,6 @@ def build_rows(
         state: slot arrays the rows' positions, tokens and cache slots are read from.
         staging: upload buffers.
         max_context: an upper bound of the largest position + 1.
-        together: whether to tell attention of keys that spans have in common.
     """
     rows = np.array([span.rows for span in spans], dtype=np.int32)
     slots = np.array([span.slot for span in spans], dtype=np.int32)
@@ -80,7 +76,6 @@ def build_rows(
     sample_rows = np.arange(drawn.sum(), dtype=np.int32) + np.repeat(last_row - drawn - first_sample, drawn)
 
     proposing = [span.slot for span in spans if span.propose]
-    groups = group_values(spans, len(spans)) if together else None
     sent = staging.send(
         [
             rows,
@@ -93,7 +88,6 @@ def build_rows(
             first_sample,
             drafts,
             np.array(proposing, dtype=np.int32),
-            *(() if groups is None else (groups,)),
         ]
     )
     rows_d, slots_d, row_start_d, row_seq_d, row_offset_d, sampled_d, sample_rows_d, first_d, drafts_d = sent[
@@ -112,7 +106,6 @@ def build_rows(
         num_computed=state.num_computed,
         host_rows=tuple(span.rows for span in spans),
         host_max_context=max_context,
-        common=None if groups is None else Groups.of(sent[10]).keys(row_start_d),
     )
     return StepRows(
         layout=layout,

@@ -24,7 +24,6 @@ from paceline.runtime.graphs import RoundSet
 from paceline.runtime.passes import PassSet, RowPass
 from paceline.runtime.plan import DoneStep, PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
-from paceline.runtime.sharing import attends_together
 from paceline.runtime.staging import Staging, to_host
 from paceline.runtime.state import SlotState
 from paceline.sampling.logprobs import Logprob, position_logprobs
@@ -117,7 +116,6 @@ class Runner:
             )
         self.device = device
         self._staging = Staging(16384, device)
-        self._together = attends_together(model)
         self.rounds: RoundSet | None = None
         if rounds != "none":
             self.rounds = RoundSet(
@@ -229,7 +227,7 @@ class Runner:
         state, drafting = self.state, self.drafting
         if self.rounds is not None:
             self.rounds.forget_chains(spans)
-        rows = build_rows(spans, state, self._staging, max_context, together=self._together)
+        rows = build_rows(spans, state, self._staging, max_context)
         hidden, tapped = self._forward(rows)  # [R, d], [R, n * d]
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(spans)]
         if not rows.host_sampled:

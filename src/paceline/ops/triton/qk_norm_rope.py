@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 4
-"""Heads per program: enough bytes in flight per warp for long prefills, enough programs for one row."""
+HEADS, WARPS = 4, 2
+"""Of a program: enough bytes in flight per warp for long prefills, enough programs for one row."""
 
 
 # Not specialised: a buffer's new alignment must not compile a new kernel while serving.
@@ -148,5 +148,5 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         HEADS=HEADS,
-        num_warps=2,
+        num_warps=WARPS,
     )
