@@ -1,23 +1,37 @@
-"""Accept length with hedges, beside what the break study expects of them.
+"""Accept length with hedges, beside what the break study expects of them; or what they are worth in time.
 
 Usage: python benchmarks/hedging.py [--json FILE] [--output-len 256]
+       python benchmarks/hedging.py --speed [--json FILE] [--output-len 256]
+
+``--speed`` runs batches of 1, 8 and 16 in one engine: plainly, with every draft, with chains at the first
+one, two and three positions, and with chains where the planner finds that they pay. On a GPU with the bundled
+DSpark pair inflated to Qwen3-4B's geometry, on a CPU with the pair as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.bench.inflate import inflate_pair
 from paceline.bench.machine import describe_machine
 from paceline.bench.prompts import read_prompts
 from paceline.config import EngineConfig
+from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.proving.drive import complete, tokens_of
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.controller import HedgeController
+from paceline.speculation.decision import Batch, Decision
+from paceline.speculation.odds import ChainOdds
+from paceline.speculation.planner import Planner
 from paceline.text.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,11 +68,108 @@ def measure(method: str, temperature: float, positions: tuple[int, ...], output_
     return found
 
 
+class NeverDraft(Planner):
+    """Plain decoding with a drafter loaded."""
+
+    def decide(self, batch: Batch) -> Decision:
+        return Decision(0, None, False, "plain is faster")
+
+
+class Always(HedgeController):
+    """So many chains, whatever they bring."""
+
+    def __init__(self, chains: int) -> None:
+        super().__init__(chains)
+        self.chains = chains
+
+    def round_done(self, now_s: float, tokens: int, executed: int) -> None:
+        """Nothing is learnt."""
+
+
+def speed_engine(folder: str) -> EngineConfig:
+    """One that can run with any number of chains."""
+    hedge = {"hedge": MAX_SEQS, "hedge_auto": True}
+    if not torch.cuda.is_available():
+        return EngineConfig.of(device="cpu", speculative_config={"method": "dspark", **hedge})
+    target, drafter = inflate_pair(
+        "mini", "mini-dspark", "qwen3-4b", folder + "/pair", pad_vocab=True, dtype="bfloat16"
+    )
+    speculative = {"model": str(drafter), **hedge}
+    return EngineConfig.of(model=str(target), device="cuda", max_num_seqs=16, speculative_config=speculative)
+
+
+def measure_speed(output_len: int, limit_s: float) -> list[dict[str, Any]]:
+    """Medians of three runs of every mode, in turn."""
+    started, rows = time.perf_counter(), []
+    with tempfile.TemporaryDirectory() as folder:
+        core = make_core(speed_engine(folder))
+        scheduler, planner, hedger = core.scheduler, core.scheduler.planner, core.scheduler.hedger
+        assert planner is not None and hedger is not None
+        never = NeverDraft(planner.costs, planner.survival)
+        planner.odds = ChainOdds(hedger.limits.positions)
+        modes: dict[str, tuple[Planner | None, HedgeController | None]] = {
+            "plain": (never, Always(0)),
+            "no hedge": (None, Always(0)),
+            "{0}": (None, Always(1)),
+            "{0,1}": (None, Always(2)),
+            "{0,1,2}": (None, Always(3)),
+            "planned": (planner, None),
+        }
+        tokenizer = Tokenizer.from_folder(Path(core.info.folder))
+        prompts = [tokenizer.encode(text) for text in read_prompts(None)]
+        for temperature in (0.0, 1.0):
+            for size in (1, 8, 16):
+                runs: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
+                for repeat in range(4):
+                    for name, (scheduler.planner, hedger.controller) in modes.items():
+                        found = run_batches(core, prompts, size, temperature, output_len)
+                        if repeat:  # the first captures rounds and fills the prefix cache
+                            runs[name].append(found)
+                for name, found_runs in runs.items():
+                    row = {"temperature": temperature, "batch_size": size, "hedges": name}
+                    row["tokens_per_s"] = statistics.median(rate for rate, _ in found_runs)
+                    row["accept_length"] = statistics.median(length for _, length in found_runs)
+                    rows.append(row)
+                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                if time.perf_counter() - started > limit_s:
+                    return rows
+    return rows
+
+
+def run_batches(
+    core: EngineCore, prompts: list[list[int]], size: int, temperature: float, output_len: int
+) -> tuple[float, float]:
+    """Tokens per second and accept length of the first prompts, at least four of them, ``size`` at a time."""
+    before, start, count = core.stats(), time.perf_counter(), max(size, 4)
+    rounds, accepted = before.num_drafts, before.num_accepted_tokens
+    for first in range(0, count, size):
+        params = [
+            SamplingParams(temperature=temperature, seed=first + i, max_tokens=output_len, ignore_eos=True)
+            for i in range(size)
+        ]
+        complete(core, prompts[first : first + size], params)
+    rate = count * output_len / (time.perf_counter() - start)
+    after = core.stats()
+    return rate, 1 + (after.num_accepted_tokens - accepted) / max(after.num_drafts - rounds, 1)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="begin no further batch size after this")
     options = parser.parse_args()
+    if options.speed:
+        rows = measure_speed(options.output_len, options.limit_s)
+        if options.json:
+            machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            options.json.write_text(
+                json.dumps({"bench": "hedging speed", "machine": machine, "results": rows})
+            )
+        return
     results = []
     for method in ("dspark", "dflash"):
         for temperature in (0.0, 1.0):
