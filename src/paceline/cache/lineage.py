@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
+from array import array
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError, InvariantError
@@ -55,12 +56,15 @@ class LineageHasher:
         return state.digest()
 
     def pack_blocks(self, tokens: Sequence[int], start: int, stop: int) -> bytes:
-        """Blocks ``start`` to ``stop`` of ``tokens``, packed one after the other.
+        """Blocks ``start`` to ``stop`` of ``tokens``, packed one after the other; at once if they are an
+        array of uint32.
 
         Raises:
             InvariantError: a block is not full, or holds something that is no token id.
         """
         wanted = tokens[start * self.block_size : stop * self.block_size]
+        if isinstance(wanted, array) and len(wanted) == (stop - start) * self.block_size:
+            return wanted.tobytes()
         try:
             return struct.pack(f"<{(stop - start) * self.block_size}I", *wanted)
         except struct.error:

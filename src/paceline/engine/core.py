@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter, deque
 
 from paceline.cache import BlockPool, SequenceBlocks
@@ -111,7 +112,7 @@ class EngineCore:
                     request=request,
                     index=index,
                     arrival=self._arrivals,
-                    tokens=list(request.prompt_token_ids),
+                    tokens=array("I", request.prompt_token_ids),
                     prompt_len=len(request.prompt_token_ids),
                     seed=sequence_seed(seed, index),
                     blocks=SequenceBlocks(self.pool, salt=request.cache_salt.encode()),

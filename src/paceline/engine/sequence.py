@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -42,7 +43,8 @@ class Sequence:
     index: int
     arrival: int
     """Position in the order of arrival over the engine's life."""
-    tokens: list[int]
+    tokens: array[int]
+    """uint32: hashing its blocks and sending it to the device take its bytes as they are."""
     prompt_len: int
     seed: int
     blocks: SequenceBlocks
