@@ -259,6 +259,47 @@ def draft_case(num_rows: int, dtype: torch.dtype) -> Case:
     )
 
 
+def candidate_cases(num_blocks: int, dtype: torch.dtype) -> Iterator[Case]:
+    """DSpark's chains among candidates: what these are, and the seven steps. The first token of a chain must
+    score the most among the slot's candidates and successors in float64.
+    """
+    size, slots, count = torch.empty(0, dtype=dtype).element_size(), 7, 256
+    logits = tensor(num_blocks, slots, VOCAB, dtype=dtype)
+    yield Case(
+        "draft_candidates",
+        f"N={num_blocks}",
+        lambda: (logits.gather(2, ops.draft_candidates(logits, None, count).long()),),
+        lambda: (logits.gather(2, ops.best_of_buckets(logits.float(), count).long()),),
+        num_blocks * slots * VOCAB * size,
+        peer=lambda: logits.topk(count, dim=-1),
+    )
+    table, weight = tensor(VOCAB, MARKOV_RANK, dtype=dtype), tensor(VOCAB, MARKOV_RANK, dtype=dtype)
+    successors = torch.randint(VOCAB, (VOCAB, count // 2), device=DEVICE, dtype=torch.int32)
+    head = ops.ChainHead(table, weight, successors)
+    anchors = torch.randint(VOCAB, (num_blocks,), device=DEVICE, dtype=torch.int32)
+    candidates = ops.Candidates(logits, ops.draft_candidates(logits, None, count), None)
+
+    def scores() -> Tensor:
+        return logits[:, 0].double() + table[anchors].double() @ weight.double().T
+
+    def most() -> tuple[Tensor, ...]:
+        among = torch.cat((candidates.ids[:, 0], successors[anchors]), dim=1).long()
+        return (scores().gather(1, among).amax(1, keepdim=True),)
+
+    def run() -> tuple[Tensor, ...]:
+        ops.draft_chain(candidates, anchors, head)
+        return ()
+
+    yield Case(
+        "draft_chain",
+        f"N={num_blocks}",
+        run,
+        most,
+        num_blocks * slots * (count + count // 2) * MARKOV_RANK * size,
+        effects=lambda: (scores().gather(1, ops.draft_chain(candidates, anchors, head)[:, 0, :1]),),
+    )
+
+
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, verify spans, prefill chunks and a mixed step."""
     decode = {
@@ -419,6 +460,7 @@ def main() -> int:
     cases = itertools.chain(
         *(rowwise_cases(num_rows, dtype) for num_rows in (1, 8, 64, 1024, 8192)),
         (draft_case(num_rows, dtype) for num_rows in (1, 8, 64, 128)),
+        *(candidate_cases(num_blocks, dtype) for num_blocks in (1, 8, 32)),
         attention_cases(dtype),
     )
     began = time.perf_counter()

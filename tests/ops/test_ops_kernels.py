@@ -165,7 +165,9 @@ def test_candidates(
     noisy: bool,
     dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr("paceline.ops.triton.drafts.BUCKET_ROWS", 4)  # the best two often share a place
+    monkeypatch.setattr("paceline.ops.triton.drafts.BUCKET_CELLS", 64)  # the best two often share a place
+    monkeypatch.setattr("paceline.ops.triton.drafts.MANY_SLOTS", 7)
+    monkeypatch.setattr("paceline.ops.triton.drafts.MANY_BUCKETS", 32)
     logits = random(blocks, slots + 1, vocab, dtype=dtype)[:, :-1].round(decimals=1)  # ties
     noise = block_noise(blocks, vocab) if noisy else None
     got = kernels.draft_candidates(logits, noise, count)
@@ -189,6 +191,7 @@ def test_draft_chain(
     monkeypatch.setattr("paceline.ops.triton.drafts.CHAIN_ROWS", 16)
     blocks, slots, vocab, rank, count, more = 5, 4, 300, 24, 28, 12
     logits = (3 * random(blocks, slots, vocab, dtype=dtype)).round()
+    logits[::2] -= 60.0  # every score is negative
     table, weight = random(400, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
     weight[::2] = 0.0
     after = (table @ weight.T).topk(more).indices[:, torch.randperm(more)].to(torch.int32)

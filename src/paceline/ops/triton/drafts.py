@@ -25,8 +25,10 @@ BLOCK_V = 64
 PROGRAMS = 264  # two for each processor of an H200: while one compares, the other loads
 MOST_ROWS = 64  # of a program; more share the weights through the L2 cache
 
-BUCKETS = 16  # of a program of draft_candidates, side by side: 32 bytes of bf16
-BUCKET_ROWS = 128  # of each, looked at together
+BUCKETS = 16  # of a program of draft_candidates, side by side
+MANY_BUCKETS = 64  # the same for so many slots that they fill the GPU: whole cache lines
+MANY_SLOTS = 128
+BUCKET_CELLS = 2048  # looked at together
 CHAIN_ROWS = 128  # candidates of a chain looked at together
 
 _INV_TEMPERATURE = tl.constexpr(state.INV_TEMPERATURE)
@@ -243,10 +245,14 @@ def _bucket_kernel(
     best = tl.full((ROWS, BUCKETS), _NOBODY, tl.int32)
     second_score = best_score
     second = best
-    for at in range(0, vocab_size, ROWS * NUM_BUCKETS):
-        token = at + place[:, None] * NUM_BUCKETS + bucket[None, :]
-        inside = (token < vocab_size) & (bucket < NUM_BUCKETS)[None, :]
-        score = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+    token = place[:, None] * NUM_BUCKETS + bucket[None, :]
+    inside = (token < vocab_size) & (bucket < NUM_BUCKETS)[None, :]
+    loaded = tl.load(logits_ptr + token, mask=inside, other=float("-inf"))
+    for _ in range(0, vocab_size, ROWS * NUM_BUCKETS):
+        score = loaded.to(tl.float32)
+        following = token + ROWS * NUM_BUCKETS  # already on its way while these are looked at
+        there = (following < vocab_size) & (bucket < NUM_BUCKETS)[None, :]
+        loaded = tl.load(logits_ptr + following, mask=there, other=float("-inf"))
         if NOISE:  # noqa: SIM102 - the first is decided when compiling
             if drawn:
                 ids = tl.load(token_ids_ptr + token, mask=inside, other=0)
@@ -257,6 +263,8 @@ def _bucket_kernel(
         second_score = tl.where(better, best_score, tl.where(next_better, score, second_score))
         best_score = tl.where(better, score, best_score)
         best = tl.where(better, token, best)
+        token = following
+        inside = there
     out_ptr = ids_ptr + row.to(tl.int64) * (2 * NUM_BUCKETS) + bucket
     top = tl.max(best_score, axis=0)
     found = tl.min(tl.where(best_score == top[None, :], best, _NOBODY), axis=0)
@@ -275,8 +283,9 @@ def draft_candidates(logits: Tensor, noise: BlockNoise | None, count: int) -> Te
     num_blocks, num_slots, vocab_size = logits.shape
     assert logits.stride(2) == 1 and count % 2 == 0 and count <= vocab_size
     ids = torch.empty((num_blocks, num_slots, count), dtype=torch.int32, device=logits.device)
+    buckets = MANY_BUCKETS if num_blocks * num_slots >= MANY_SLOTS else BUCKETS
     if num_blocks * num_slots:
-        _bucket_kernel[(num_blocks * num_slots, triton.cdiv(count // 2, BUCKETS))](
+        _bucket_kernel[(num_blocks * num_slots, triton.cdiv(count // 2, buckets))](
             logits,
             *_tables(noise),
             ids,
@@ -286,8 +295,8 @@ def draft_candidates(logits: Tensor, noise: BlockNoise | None, count: int) -> Te
             NOISE=noise is not None,
             G=num_slots,
             NUM_BUCKETS=count // 2,
-            BUCKETS=BUCKETS,
-            ROWS=BUCKET_ROWS,
+            BUCKETS=buckets,
+            ROWS=BUCKET_CELLS // buckets,
             num_warps=8,
         )
     return ids
@@ -295,7 +304,7 @@ def draft_candidates(logits: Tensor, noise: BlockNoise | None, count: int) -> Te
 
 @triton.jit
 def _scores(
-    at,  # [K] which of the slot's candidates, then of the successors
+    at,  # [ROWS] which of the slot's candidates, then of the successors
     ids_ptr,  # the slot's candidates
     successors_ptr,  # of the token before
     logits_ptr,  # of the slot
@@ -310,7 +319,9 @@ def _scores(
     RANK: tl.constexpr,
     NOISE: tl.constexpr,
 ):
-    """Scores and ids of some of what a slot chooses among, [len(at)] each."""
+    """Scores and ids of some of what a slot chooses among, [ROWS] each. Without branches, so that the loads
+    of all parts are on their way at once.
+    """
     token = tl.load(ids_ptr + at, mask=at < K, other=0)
     after = tl.load(successors_ptr + at - K, mask=(at >= K) & (at < K + M), other=0)
     token = tl.where(at < K, token, after)
@@ -320,12 +331,20 @@ def _scores(
     w = tl.load(weight_ptr + w_at, mask=inside[:, None] & (rank < RANK)[None, :], other=0.0)
     bias = tl.sum(w.to(tl.float32) * z[None, :], axis=1)
     score += bias.to(w.dtype).to(tl.float32)
-    if NOISE:  # noqa: SIM102 - as above
-        if scale > 0:
-            ids = tl.load(token_ids_ptr + token, mask=inside, other=0)
-            score = score * scale + gumbel(key, ids)
+    if NOISE:
+        ids = tl.load(token_ids_ptr + token, mask=inside, other=0)
+        drawn = scale > 0
+        score = score * tl.where(drawn, scale, 1.0) + tl.where(drawn, gumbel(key, ids), 0.0)
     score = tl.where(inside & (score == score), score, float("-inf"))  # NaN loses
     return score, token
+
+
+@triton.jit
+def _best_of(score, token):
+    """The token of the largest score, the lowest on a tie, in one reduction."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # no zero is negative
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)  # as the scores are
+    return _NOBODY - (tl.max((ordered << 32) | (_NOBODY - token), axis=0) & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_chains"])
@@ -373,11 +392,12 @@ def _chain_kernel(
         own_ids_ptr = ids_ptr + (block * G + slot) * K
         own_logits_ptr = logits_ptr + block * block_stride + slot * slot_stride
         after_ptr = successors_ptr + previous * M
-        # The best two of all parts. A token may be there twice: as candidate and as successor.
-        best_score = float("-inf")
-        best = _NOBODY
-        second_score = float("-inf")
-        second = _NOBODY
+        # The best two of each place of a part, then of all. A token may be there twice, as candidate and as
+        # successor.
+        best_score = tl.full((ROWS,), float("-inf"), tl.float32)
+        best = tl.full((ROWS,), _NOBODY, tl.int32)
+        second_score = best_score
+        second = best
         for part in tl.static_range(PARTS):
             score, token = _scores(
                 part * ROWS + tl.arange(0, ROWS),
@@ -395,18 +415,19 @@ def _chain_kernel(
                 RANK,
                 NOISE,
             )
-            for _ in tl.static_range(2):
-                top = tl.max(score, axis=0)
-                found = tl.min(tl.where(score == top, token, _NOBODY), axis=0)
-                score = tl.where(token == found, float("-inf"), score)
-                better = (top > best_score) | ((top == best_score) & (found < best))
-                other = (found != best) & ((top > second_score) | ((top == second_score) & (found < second)))
-                second = tl.where(better, best, tl.where(other, found, second))
-                second_score = tl.where(better, best_score, tl.where(other, top, second_score))
-                best = tl.where(better, found, best)
-                best_score = tl.where(better, top, best_score)
-        taken = best.to(tl.int64)
-        runner_up = tl.where(second == _NOBODY, best, second).to(tl.int64)  # without any number
+            better = (score > best_score) | ((score == best_score) & (token < best))
+            next_better = (score > second_score) | ((score == second_score) & (token < second))
+            next_better = next_better & (token != best)
+            second = tl.where(better, best, tl.where(next_better, token, second))
+            second_score = tl.where(better, best_score, tl.where(next_better, score, second_score))
+            best_score = tl.where(better, score, best_score)
+            best = tl.where(better, token, best)
+        found = _best_of(best_score, best)
+        runner_up = _best_of(
+            tl.where(best == found, second_score, best_score), tl.where(best == found, second, best)
+        )
+        taken = found.to(tl.int64)
+        runner_up = tl.where(runner_up == _NOBODY, found, runner_up).to(tl.int64)  # without any number
         if target_ids_ptr is not None:
             taken = tl.load(target_ids_ptr + taken)
             runner_up = tl.load(target_ids_ptr + runner_up)
