@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline import ops
-from paceline.ops import RowLayout, reference
+from paceline.ops import CommonKeys, RowLayout, reference
 from paceline.ops.triton import attention as triton_attention
 
 HIDDEN, INTERMEDIATE = 2560, 9728
@@ -122,15 +122,20 @@ def tensor(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def attention_scene(
-    spans: list[tuple[int, int]], dtype: torch.dtype, block_size: int = 16, max_context: int | None = None
+    spans: list[tuple[int, int]],
+    dtype: torch.dtype,
+    block_size: int = 16,
+    max_context: int | None = None,
+    common: int = 0,
 ) -> AttentionScene:
-    """Sequences whose blocks are scattered over the cache at random."""
+    """Sequences whose blocks are scattered over the cache at random; all share the first ``common`` keys."""
     lengths = [computed + rows for computed, rows in spans]
     blocks_of = [-(-length // block_size) for length in lengths]
     ids = iter(torch.randperm(sum(blocks_of)).tolist())
     tables = torch.zeros(len(spans), max(blocks_of), dtype=torch.int32)
     for seq, count in enumerate(blocks_of):
         tables[seq, :count] = torch.tensor(list(itertools.islice(ids, count)), dtype=torch.int32)
+    tables[:, : common // block_size] = tables[0, : common // block_size]
     rows = torch.tensor([rows for _, rows in spans])
     row_seq = torch.repeat_interleave(torch.arange(len(spans)), rows).int()
     positions = torch.cat([torch.arange(computed, computed + n) for computed, n in spans]).int()
@@ -147,6 +152,9 @@ def attention_scene(
         host_rows=tuple(rows.tolist()),
         host_max_context=max_context or max(lengths),
     )
+    if common:
+        groups = [[0, int(rows.sum())], [0], [common], [common] * len(spans)]
+        layout.common = CommonKeys(*(torch.tensor(g, dtype=torch.int32, device=DEVICE) for g in groups))
     return AttentionScene(
         spans,
         tensor(int(rows.sum()), HEADS, HEAD_DIM, dtype=dtype),
@@ -320,12 +328,15 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield attention_case(name, attention_scene(spans, dtype))
     yield attention_case("decode 1 x 1k, bound 32k", attention_scene([(1023, 1)], dtype, max_context=32768))
     yield attention_case("decode 32 x 2k, blocks of 64", attention_scene([(2047, 1)] * 32, dtype, 64))
+    for rows in (1, 8):
+        scene = attention_scene([(4020, rows)] * 96, dtype, common=4000)
+        yield attention_case(f"96 x {rows} at 4k, 4,000 keys in common", scene, common=4000)
 
 
-def attention_case(name: str, scene: AttentionScene) -> Case:
+def attention_case(name: str, scene: AttentionScene, common: int = 0) -> Case:
     size = scene.q.element_size()
     rows = scene.q.shape[0]
-    keys = sum(computed + n for computed, n in scene.spans)
+    keys = common + sum(computed + n - common for computed, n in scene.spans)
     pairs = sum(n * computed + n * (n + 1) // 2 for computed, n in scene.spans)
     peer: Callable[[], object] | None = None
     (computed, n), *others = scene.spans
@@ -427,14 +438,16 @@ def sweep(case: Case, timer: Timer) -> list[dict[str, object]]:
         torch.cuda.get_device_properties(DEVICE).multi_processor_count,
     )
     timings: list[dict[str, object]] = []
-    tiles = {chosen.block_m, 64} if chosen.block_m == 128 else {chosen.block_m}
+    tiles = {chosen.block_m, 64} if chosen.block_m >= 32 else {chosen.block_m}
     splits = sorted({max(1, int(chosen.num_splits * f)) for f in (0.5, 1, 2)} | {1})
     for block_m, block_n, num_splits, warps, stages, split_keys in itertools.product(
-        tiles, (32, 64, 128), splits, (chosen.num_warps // 2, chosen.num_warps), (2, 3, 4), (64, 128, 256)
+        tiles, (32, 64, 128), splits, (chosen.num_warps // 2, chosen.num_warps), (2, 3, 4), (64, 192, 320)
     ):
         if num_splits == 1 and split_keys != chosen.split_keys:
             continue
-        config = triton_attention.AttentionConfig(block_m, block_n, num_splits, warps, stages, split_keys)
+        config = triton_attention.AttentionConfig(
+            block_m, block_n, num_splits, warps, stages, split_keys, whole=block_m > 64
+        )
         try:
             took = timer.cold_us(lambda config=config: scene.run(config))  # type: ignore[misc]
         except Exception as error:  # a tile that does not fit in shared memory
