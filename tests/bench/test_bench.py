@@ -103,7 +103,7 @@ def test_the_floor_of_the_4b_pair_is_what_its_tensors_hold() -> None:
     """Worked out by hand from the shapes; 8.04 GB and 2.45 GB in all."""
     target = Qwen3Config.from_pretrained(geometry_folder("qwen3-4b"))
     drafter = load_drafter_config(geometry_folder("qwen3-4b-dspark-b7"), target)
-    floor = floor_of(target, drafter, 2, 7)
+    floor = floor_of(target, drafter, 2, 7, drafter.draft_vocab_size)
     layer = 2 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728)
     assert floor.matmuls == 36 * layer and floor.draft_layers == 5 * layer
     assert floor.head == floor.draft_head == 2 * 151936 * 2560
@@ -111,12 +111,12 @@ def test_the_floor_of_the_4b_pair_is_what_its_tensors_hold() -> None:
     assert floor.draft_context == 2 * (5 * 2560 * 2560 + 5 * 2 * 1024 * 2560)
     assert floor.kv_per_token == 147456 and floor.draft_kv_per_token == 20480
     assert floor.round_bytes(1000) - floor.round_bytes(0) == 1000 * 167936
-    assert floor_of(target, None, 2, 0).round_bytes(0) == pytest.approx(8.04e9, rel=1e-3)
+    assert floor_of(target, None, 2, 0, 0).round_bytes(0) == pytest.approx(8.04e9, rel=1e-3)
 
 
 def test_the_floor_is_the_size_of_the_loaded_weights(drafting: Driver) -> None:
     """What is counted from the config is what is there: all but norms, and the embedding only as the head."""
-    floor = read_floor(drafting.engine, drafting.item_bytes, drafting.num_drafts)
+    floor = read_floor(drafting.engine, drafting.item_bytes, drafting.num_drafts, drafting.tokens_scored)
     model = runner_of(drafting.core).model
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert floor.matmuls + floor.head == 4 * matrices
@@ -175,7 +175,7 @@ def test_a_batch_that_would_not_run_as_meant_is_refused(
 def test_latency_reports_every_shape(drafting: Driver) -> None:
     result = measure_latency(drafting, Shape(2, 20, 30), repeats=1, bytes_per_s=1e9)
     assert result.tokens_per_s > 0 and result.accept_length is not None
-    floor = read_floor(drafting.engine, 4, 7)
+    floor = read_floor(drafting.engine, 4, 7, drafting.tokens_scored)
     assert result.floor_ms == pytest.approx(1e3 * floor.round_bytes(2 * 35) / 1e9)
     assert result.round_ms is not None and result.limit_share == pytest.approx(
         result.floor_ms / result.round_ms

@@ -258,7 +258,8 @@ def test_chains_among_candidates(monkeypatch: pytest.MonkeyPatch, noisy: bool) -
         return torch.where(temperature[:, None] > 0, logits + added, logits) if noisy else logits
 
     everything = drafter.draft(slots, anchors, noise, count=2)
-    assert drafter.restrict(4)
+    assert drafter.tokens_scored == vocab
+    assert drafter.restrict(4) and drafter.tokens_scored == 6
     few = drafter.draft(slots, anchors, noise, count=2)
     chain = drafter.chain(slots, anchors, noise=scored)
     assert torch.equal(few, torch.stack((chain.tokens, chain.runner_up), dim=-1))

@@ -18,6 +18,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.engine.frontend import Frontend, RequestState
 from paceline.errors import ConfigError, RequestFailedError
+from paceline.proving.drive import runner_of
 from paceline.sampling.params import SamplingParams
 
 
@@ -97,6 +98,12 @@ class Driver:
     def num_drafts(self) -> int:
         """Drafts per round; 0 without a drafter."""
         return self.core.scheduler.drafting.num_drafts
+
+    @property
+    def tokens_scored(self) -> int:
+        """Tokens each step of a drafter's sequential head chooses among; 0 without a drafter."""
+        stage = runner_of(self.core).drafting
+        return 0 if stage is None else stage.drafter.tokens_scored
 
     @property
     def item_bytes(self) -> int:

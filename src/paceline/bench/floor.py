@@ -42,13 +42,14 @@ class Floor:
         return weights + self.markov + kv * context_tokens
 
 
-def read_floor(engine: EngineConfig, item_bytes: int, num_drafts: int) -> Floor:
+def read_floor(engine: EngineConfig, item_bytes: int, num_drafts: int, tokens_scored: int) -> Floor:
     """The floor of an engine's rounds.
 
     Args:
         engine: names the models.
         item_bytes: of a weight.
         num_drafts: drafts per round.
+        tokens_scored: that a sequential head chooses each draft among; 0 without a drafter.
     """
     target = Qwen3Config.from_pretrained(resolve_folder(engine.model_path, revision=engine.revision))
     drafter = None
@@ -56,10 +57,12 @@ def read_floor(engine: EngineConfig, item_bytes: int, num_drafts: int) -> Floor:
     if speculation is not None and speculation.model is not None:
         folder = resolve_folder(speculation.model, revision=speculation.revision)
         drafter = load_drafter_config(folder, target)
-    return floor_of(target, drafter, item_bytes, num_drafts)
+    return floor_of(target, drafter, item_bytes, num_drafts, tokens_scored)
 
 
-def floor_of(target: Qwen3Config, drafter: DrafterConfig | None, item_bytes: int, num_drafts: int) -> Floor:
+def floor_of(
+    target: Qwen3Config, drafter: DrafterConfig | None, item_bytes: int, num_drafts: int, tokens_scored: int
+) -> Floor:
     """The floor for these geometries; see :func:`read_floor`."""
     matmuls = target.num_hidden_layers * layer_weights(target)
     head = target.vocab_size * target.hidden_size
@@ -69,7 +72,7 @@ def floor_of(target: Qwen3Config, drafter: DrafterConfig | None, item_bytes: int
     layers = drafter.layers
     d = layers.hidden_size
     context = len(drafter.tap_layer_ids) * d * d + layers.num_hidden_layers * 2 * layers.kv_size * d
-    markov = num_drafts * drafter.markov_rank * drafter.draft_vocab_size
+    markov = num_drafts * drafter.markov_rank * tokens_scored
     return Floor(
         matmuls=matmuls * item_bytes,
         head=head * item_bytes,

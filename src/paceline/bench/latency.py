@@ -129,7 +129,7 @@ def measure_latency(driver: Driver, shape: Shape, repeats: int, bytes_per_s: flo
         hosts.append(run.host_s / len(run.steps))
         rounds += run.full_rounds_s()
         accepts += [] if run.accept_length is None else [run.accept_length]
-    floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
+    floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts, driver.tokens_scored)
     context = shape.batch_size * (shape.input_len + shape.output_len / 2)
     floor_s = floor.round_bytes(context) / bytes_per_s
     round_s = statistics.median(rounds) if rounds else None

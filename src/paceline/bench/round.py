@@ -128,7 +128,7 @@ def measure_round(
     round_s = statistics.median(rounds)
     gaps = _record_gaps(driver, prompts, output_len)
     seconds, kernels = _record(driver, prompts, output_len)
-    floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts)
+    floor = read_floor(driver.engine, driver.item_bytes, driver.num_drafts, driver.tokens_scored)
     needed = stage_bytes(floor, batch_size * (context_len + output_len / 2), seconds.keys())
     return stage_rows(seconds, kernels, round_s, needed, bytes_per_s, gaps)
 

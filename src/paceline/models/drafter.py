@@ -271,6 +271,13 @@ class Drafter(nn.Module):
         return True
 
     @property
+    def tokens_scored(self) -> int:
+        """Tokens a slot of a chain chooses among."""
+        if self._chain_head is None:
+            return self.config.draft_vocab_size
+        return self._candidates + self._chain_head.successors.shape[1]
+
+    @property
     def target(self) -> Qwen3ForCausalLM:
         """The model this drafter drafts for."""
         return self._target[0]
