@@ -51,7 +51,7 @@ class Decision:
         reason: why.
         expected: tokens the round should commit.
         baseline: of these, those an exploring round was not paid to find out about.
-        rate: tokens per second that a round must be worth.
+        worth: tokens that a second is worth, where a trial must pay for itself.
         context: mean tokens of context of the sequences.
         hedge: whether hedge chains run; those that may are chosen elsewhere.
     """
@@ -62,7 +62,7 @@ class Decision:
     reason: Reason
     expected: float = 0.0
     baseline: float = 0.0
-    rate: float = 1.0
+    worth: float = 1.0
     context: float = 0.0
     hedge: bool = True
 

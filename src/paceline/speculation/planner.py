@@ -154,7 +154,10 @@ class Planner:
         choices = (0, *self.costs.counts(num_seqs))
         reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
         depth = max(choices[: reach + 1], key=lambda k: now[k] - rate * seconds(k, propose))
-        trial = self._trial(batch, choices, depth, now, rate, seconds)
+        # What trials cost is told at the rate of this round, if that is more: a token of a sequence that ends
+        # before others saves little, but is not free.
+        worth = max(rate, now[depth] / seconds(depth, propose))
+        trial = self._trial(batch, choices, depth, now, worth, seconds)
         reason: Reason = "exploring" if trial else "drafts pay" if propose else "plain is faster"
         chosen = trial or _Trial(depth, propose, now[depth])
         gain = self._hedge(batch, chosen, rate)
@@ -168,7 +171,7 @@ class Planner:
             reason,
             expected=now[chosen.depth] + gain,
             baseline=chosen.baseline,
-            rate=rate,
+            worth=worth,
             context=batch.context,
             hedge=self._hedges,
         )
@@ -180,7 +183,7 @@ class Planner:
         choices: Sequence[int],
         depth: int,
         now: Sequence[float],
-        rate: float,
+        worth: float,
         seconds: Callable[[int, bool], float],
     ) -> _Trial | None:
         """What to run instead of ``depth`` to learn from it; None to learn nothing this time."""
@@ -196,17 +199,17 @@ class Planner:
         kinds = {k: self.costs.kind(Round(num_seqs, k, k > 0)) for k in order if k != self._depth}
         other = min(kinds, key=lambda k: self._last_run.get(kinds[k], -1))
         if not propose:
-            price = rate * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
+            price = worth * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
             trial = _Trial(0, True, float(num_seqs))
         elif other == 0:  # and the round after it has no drafts either
-            price = rate * (seconds(0, False) + seconds(0, True)) - 2 * num_seqs
+            price = worth * (seconds(0, False) + seconds(0, True)) - 2 * num_seqs
             trial = _Trial(0, False, float(num_seqs))
         else:
             sure = now[min(other, depth)]
-            price = now[depth] - sure + rate * (seconds(other, True) - seconds(depth, True))
+            price = now[depth] - sure + worth * (seconds(other, True) - seconds(depth, True))
             trial = _Trial(other, True, sure)
         due = self._trials[kinds[other]] < FREE_TRIALS and self._round >= self._last_free + FREE_EVERY
-        price /= rate
+        price /= worth
         if due and price <= FREE_PRICE * seconds(depth, propose):
             self._last_free = self._round
         elif self._bank < price:
@@ -323,4 +326,4 @@ class Planner:
         self.expected_tokens += decision.expected
         self.realised_tokens += tokens
         if decision.reason == "exploring":
-            self._bank += (tokens - decision.baseline) / decision.rate
+            self._bank += (tokens - decision.baseline) / decision.worth
