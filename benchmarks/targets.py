@@ -1,6 +1,6 @@
 """Every row of the performance targets, on one GPU at Qwen3-4B's geometry.
 
-    python benchmarks/targets.py --out FOLDER [--parts plain,dspark,dflash,real,startup] [--repeats 3]
+    python benchmarks/targets.py --out FOLDER [--parts plain,dspark,...] [--repeats 3] [--rounds 1,8,32]
 
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
 3.52, every draft verified); ``real`` inflates the bundled pair to that geometry and compares tokens with and
@@ -91,7 +91,7 @@ def engine_of(part: str, small: bool) -> EngineConfig:
     return with_geometry(base, GEOMETRY, drafter)
 
 
-def run_random(results: Results, part: str, repeats: int, small: bool) -> None:
+def run_random(results: Results, part: str, repeats: int, sizes: list[int], small: bool) -> None:
     """Decoding at every shape, prefill, prefixes, and rounds taken apart."""
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
@@ -113,7 +113,7 @@ def run_random(results: Results, part: str, repeats: int, small: bool) -> None:
     results.measure(f"{part} shared prefix", lambda: shared_prefix(driver, cases, repeats))
     results.measure(f"{part} warm prefix", lambda: warm_prefix(driver, cases, 2 * repeats + 1))
     context = 64 if small else 512
-    for size in (1,) if small else (1, 8, 32):
+    for size in (1,) if small else sizes:
         results.measure(
             f"{part} round at {size}",
             lambda size=size: {"stages": measure_round(driver, size, context, 8, rate)},
@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", default="1,8,32", help="batch sizes whose rounds are taken apart")
     parser.add_argument("--small", action="store_true", help="the bundled pair on a CPU, to try the script")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -162,7 +163,7 @@ def main() -> int:
     (part,) = parts
     results = Results(args.out, part, torch.device("cpu" if args.small else "cuda"))
     if part in DRAFTERS:
-        run_random(results, part, args.repeats, args.small)
+        run_random(results, part, args.repeats, [int(size) for size in args.rounds.split(",")], args.small)
     elif part == "startup":
         for again in ("first", "again"):
             results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))
