@@ -25,7 +25,7 @@ from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.proving.drive import Round, RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime import graphs
+from paceline.runtime import graphs, sharing
 from paceline.runtime.graphs import RoundSet, tiers
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
@@ -352,6 +352,7 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     runner = runner_of(core)
     assert runner.rounds is not None
     keywords, hedging = runner.rounds._make.keywords, runner.rounds._hedging
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 5 * keywords["max_model_len"])
     rounds = runner.rounds = RoundSet(**keywords, max_num_seqs=6, capture=True, hedging=hedging)
     everything = rounds._shapes()
     rounds.capture_largest()
@@ -368,7 +369,9 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     assert needed and all(shape.num_seqs == 6 and shape.kind == "greedy" for shape in needed)
     while runner.prepare():
         pass
-    largest = [shape for shape in seen if shape.together]
-    assert len(largest) == 1 and not largest[0].places, "the others when they are needed"
-    seen.remove(largest[0])
+    together = [shape for shape in seen if shape.together]
+    assert {shape.num_seqs for shape in together} == {6}, "four cannot save enough"
+    assert all(shape.kind == "filtered" and not shape.places for shape in together)
+    assert together[0].num_drafts == 7, "the one with most rows before any is needed"
+    assert {(shape.num_drafts, shape.propose) for shape in together} == {(7, True)}
     assert sorted(map(repr, seen)) == sorted(map(repr, everything)), "each shape once"

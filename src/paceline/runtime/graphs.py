@@ -38,7 +38,7 @@ from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
-from paceline.runtime.sharing import NUM_VALUES, attends_together, group_values
+from paceline.runtime.sharing import NUM_VALUES, attends_together, group_values, saves_enough
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FIXED_KINDS, FixedKind
@@ -158,14 +158,15 @@ class RoundSet:
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
         self._together = attends_together(model)
+        self._max_model_len = max_model_len
         self._staging = Staging(6 * max_num_seqs + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []
 
     def _shapes(self) -> list[RoundShape]:
-        """Every shape to capture, small ones first."""
-        return [
+        """Every shape to capture: small ones first, and those that attend to common keys last."""
+        alone = [
             self._with_chains(RoundShape(size, count, propose, kind), size, chains)
             for size in self._sizes
             for count, propose in self._variants(size)
@@ -174,6 +175,8 @@ class RoundSet:
             for chains in (0, *(() if self._hedging is None else self._hedging.counts))
             if chains == 0 or count == self._num_drafts
         ]
+        together = [self._beside(shape) for shape in alone if self._may_be_together(shape)]
+        return alone + list(dict.fromkeys(together))
 
     def _with_chains(self, shape: RoundShape, wanted: int, chains: int) -> RoundShape:
         """The same with so many chains for each of ``wanted`` sequences at most, as far as their branches are
@@ -203,7 +206,7 @@ class RoundSet:
             for chains in {0, most}:
                 self._round(self._with_chains(shape, size, chains))
             if self._may_be_together(shape):
-                self._round(replace(shape, together=True))
+                self._round(self._beside(shape))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
@@ -242,7 +245,8 @@ class RoundSet:
         """
         shape = self._shape(spans, kind)
         groups = group_values(spans, shape.num_seqs) if self._may_be_together(shape) else None
-        shape = replace(shape, together=groups is not None)
+        if groups is not None:
+            shape = self._beside(shape)
         decode_round, run = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
@@ -265,11 +269,19 @@ class RoundSet:
         return run(), chains
 
     def _may_be_together(self, shape: RoundShape) -> bool:
-        """Whether a round may attend to common keys once. Few rows have their own pass, and chains and the
-        rarer parameters do without: each such round is one more to capture.
+        """Whether a round may attend to common keys once. Few rows have their own pass, few sequences never
+        save enough, and chains and the rarer parameters do without: each such round is one more to capture.
         """
-        rows = shape.num_seqs * (shape.num_drafts + 1)
-        return self._together and rows > MAX_ROWS and not shape.places and shape.kind != "full"
+        able = self._together and not shape.places and shape.kind != "full"
+        enough = saves_enough(shape.num_seqs, self._max_model_len)
+        return able and enough and shape.num_seqs * (shape.num_drafts + 1) > MAX_ROWS
+
+    def _beside(self, shape: RoundShape) -> RoundShape:
+        """The round that attends to common keys in place of this one. There is one for greedy and filtered
+        sampling, so that there are fewer.
+        """
+        kind: FixedKind = "filtered" if self.captured else shape.kind
+        return replace(shape, together=True, kind=kind)
 
     def _place(self, spans: Sequence[Span], shape: RoundShape, places: np.ndarray) -> list[int]:
         """Give the spans that are to be hedged their places: those whose drafts have chains beside them are

@@ -32,6 +32,11 @@ def attends_together(model: Qwen3ForCausalLM) -> bool:
     return not any(spec.deterministic or spec.window is not None for spec in specs)
 
 
+def saves_enough(num_seqs: int, common: int) -> bool:
+    """Whether so many sequences with ``common`` tokens are worth an attention of their own."""
+    return (num_seqs - 1) * common >= MIN_SAVED_TOKENS
+
+
 def group_values(spans: Sequence[Span], num_seqs: int) -> np.ndarray | None:
     """The groups worth it among the spans, for :class:`Groups`; None if there are none.
 
@@ -49,7 +54,7 @@ def group_values(spans: Sequence[Span], num_seqs: int) -> np.ndarray | None:
     for group, members in groupby(spans, key=lambda span: span.group):
         found = list(members)
         common, start, first = found[0].common, first, first + len(found)
-        if group and (len(found) - 1) * common >= MIN_SAVED_TOKENS and len(lens) < MAX_GROUPS:
+        if group and saves_enough(len(found), common) and len(lens) < MAX_GROUPS:
             if start > firsts[-1]:  # those between two groups have nothing in common
                 firsts.append(start)
                 slots.append(found[0].slot)
