@@ -3,7 +3,8 @@
     python benchmarks/targets.py --out FOLDER [--parts plain,dspark,...] [--repeats 3] [--rounds 1,8,32]
 
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
-3.52, every draft verified); ``real`` inflates the bundled pair to that geometry and compares tokens with and
+3.52, every draft verified); ``planned`` is ``dspark`` with the verify planner, ``deterministic`` is ``plain``
+with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens with and
 without the drafter; ``startup`` starts a server-like process twice. Each part runs in a process of its own
 and writes ``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
 Decode rounds are captured when they are first needed, in a run that is not timed. A part takes about a
@@ -40,7 +41,13 @@ from paceline.config import EngineConfig
 
 GEOMETRY = "qwen3-4b"
 ACCEPT_LENGTH = 3.52
-DRAFTERS = {"plain": None, "dspark": "dspark-b7", "dflash": "dflash-b16"}
+DRAFTERS = {
+    "plain": None,
+    "dspark": "dspark-b7",
+    "dflash": "dflash-b16",
+    "planned": "dspark-b7",
+    "deterministic": None,
+}
 PARTS = (*DRAFTERS, "real", "startup")
 SHAPES = [(1, 128, 512), (1, 4000, 256), (8, 128, 512), (32, 128, 256), (64, 1024, 256), (128, 1024, 256)]
 SMALL_SHAPES = [(1, 32, 24), (4, 32, 24)]
@@ -80,13 +87,20 @@ class Results:
 def engine_of(part: str, small: bool) -> EngineConfig:
     """The engine of a part with random weights."""
     drafter = DRAFTERS[part]
-    speculation: dict[str, Any] = {"synthetic_accept_length": ACCEPT_LENGTH, "verify_planner": "off"}
+    planner = "auto" if part == "planned" else "off"
+    speculation: dict[str, Any] = {"synthetic_accept_length": ACCEPT_LENGTH, "verify_planner": planner}
+    deterministic = part == "deterministic"
     if small:
-        speculation["method"] = part
+        speculation["method"] = "dflash" if part == "dflash" else "dspark"
         config = {} if drafter is None else speculation
-        return EngineConfig.of(device="cpu", num_blocks=1000, speculative_config=config)
+        return EngineConfig.of(
+            device="cpu", num_blocks=1000, deterministic=deterministic, speculative_config=config
+        )
     base = EngineConfig.of(
-        device="cuda", max_num_seqs=128, speculative_config=None if drafter is None else speculation
+        device="cuda",
+        max_num_seqs=128,
+        deterministic=deterministic,
+        speculative_config=None if drafter is None else speculation,
     )
     return with_geometry(base, GEOMETRY, drafter)
 
@@ -101,7 +115,7 @@ def run_random(results: Results, part: str, repeats: int, sizes: list[int], smal
     driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)
     for shape in SMALL_SHAPES if small else SHAPES:
         # One sequence draws few accept lengths: more runs, for their mean to settle.
-        runs = repeats * (5 if shape[0] == 1 and part != "plain" else 1)
+        runs = repeats * (5 if shape[0] == 1 and DRAFTERS[part] is not None else 1)
         name = f"{part} {shape[0]} x {shape[1]} -> {shape[2]}"
         results.measure(name, lambda s=shape, n=runs: asdict(measure_latency(driver, Shape(*s), n, rate)))
     count, length = (4, 100) if small else (64, 1024)
