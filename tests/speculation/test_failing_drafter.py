@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from paceline.models.drafter import Drafter
 from paceline.proving.drive import runner_of
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.graphs import RoundSet
-from paceline.runtime.plan import PendingStep, StepPlan
+from paceline.runtime.plan import PendingStep, Span, StepPlan
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
+from paceline.sampling.state import FixedKind
 from support.engines import complete, golden_core, golden_prompts, tokens_of
 
 DRAFTER = "dspark_tiny_b7"
@@ -88,6 +89,17 @@ def test_a_round_that_fails_runs_row_by_row(
     core = make(**options)
     monkeypatch.setattr(RoundSet, "run", sometimes(RoundSet.run, 2))
     assert tokens(core) == plain
+
+
+def test_a_round_on_a_dead_device_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make()
+
+    def run(self: RoundSet, spans: Sequence[Span], kind: FixedKind) -> Any:
+        raise EngineDeadError("the GPU refuses")
+
+    monkeypatch.setattr(RoundSet, "run", run)
+    with pytest.raises(EngineDeadError, match="the GPU refuses"):
+        tokens(core)
 
 
 def test_what_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,8 @@ class Runner:
         if part.kind is not None and self.rounds is not None:
             try:
                 output, chains = self.rounds.run(spans, part.kind)
+            except EngineDeadError:
+                raise
             except Exception:
                 logger.exception("A decode round failed; its sequences run row by row.")
             else:
