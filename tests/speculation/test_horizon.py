@@ -156,6 +156,19 @@ def test_who_waits_though_there_are_slots_is_a_queue() -> None:
     assert [batch.refilled for batch in seen] == [False, True], "the third had no rows in the first step"
 
 
+def test_who_waits_for_a_prefix_is_no_queue() -> None:
+    """Continuations of one prompt, and another request that begins like it: all have their slots."""
+    core, seen = watched(max_num_seqs=8, max_num_batched_tokens=64)
+    prompt = list(range(1, 41))
+    for name, n, tail in ("a", 3, []), ("b", 1, [99]):
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, n=n)
+        core.add(EngineRequest(request_id=name, prompt_token_ids=[*prompt, *tail], params=params))
+    core.step()
+    core.step()
+    assert not any(batch.refilled for batch in seen)
+    assert [list(batch.coming) for batch in seen] == [[12] * 4, [12] * 3]
+
+
 def test_what_the_engine_tells_of_its_work() -> None:
     core, seen = watched(max_num_seqs=4)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -7,7 +7,8 @@ row budget. Rules, in order:
    stream.
 2. Running prefills continue with what is left of the budget.
 3. Waiting sequences are admitted in order of (priority, arrival) while slots, rows and blocks last. The first
-   that does not fit ends admission: nobody overtakes, so nobody starves.
+   that does not fit ends admission: nobody overtakes, so nobody starves. Only who lacks a block that a
+   running sequence computes right now is passed over until it is there, and a slot is kept for it.
 
 When a running sequence cannot get a block, the least important running sequence is preempted: it gives
 everything back and will be recomputed (mostly from the prefix cache). The most important sequence can preempt
@@ -145,7 +146,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))[::-1]
-        self._queued = False  # whether the last plan left anyone waiting
+        self._queued = False  # whether the last plan had no room for somebody
         self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
         self._step = 0
 
@@ -231,9 +232,7 @@ class Scheduler:
             if granted is not None:
                 self._append(step, sequence, granted)
                 budget -= granted.rows
-        if not preempted:
-            self._admit(step, budget)
-        self._queued = bool(self._waiting)
+        self._queued = preempted or self._admit(step, budget)
         if not step.entries:
             return None
         if self.hedger is not None:
@@ -278,7 +277,7 @@ class Scheduler:
     def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
         """The sequences that decode, as the planner sees them, and the work beside them."""
         sequences = [s for s in decoding if s.rows_wanted() > 0]
-        arrived = [s for _, s in self._waiting]  # there is a slot for each, unless others wait already
+        arrived = [s for _, s in self._waiting]  # there is a slot for each, unless others wait for room
         refilled = self._queued or len(arrived) > len(self._free_slots)
         return Batch(
             slots=[s.slot for s in sequences],
@@ -361,8 +360,9 @@ class Scheduler:
         self.num_preemptions += 1
         return rows
 
-    def _admit(self, step: PlannedStep, budget: int) -> None:
-        held_back: list[Sequence] = []
+    def _admit(self, step: PlannedStep, budget: int) -> bool:
+        """Start waiting sequences. Returns whether any wait for room, not for another sequence only."""
+        held_back: list[Sequence] = []  # each keeps a slot free
         coming = {block for s in self._running if (block := s.blocks.coming(s.tokens)) is not None}
         while self._waiting and budget > 0 and self.pool.num_free > 0:
             if len(held_back) >= len(self._free_slots):
@@ -398,12 +398,14 @@ class Scheduler:
             budget -= claim.rows
             if (block := sequence.blocks.coming(sequence.tokens)) is not None:
                 coming.add(block)
+        crowded = bool(self._waiting)
         for sequence in held_back:
             self.add(sequence)
+        return crowded
 
     def _should_wait(self, sequence: Sequence, coming: set[bytes]) -> bool:
         """Whether the next block it would compute is being computed right now, by its leader or by anyone who
-        shares its prefix: sharing is cheaper than racing. Who waits blocks nobody.
+        shares its prefix: sharing is cheaper than racing.
         """
         if sequence.leader is not None and not self._prompt_ready(sequence.leader):
             return True
