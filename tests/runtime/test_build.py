@@ -9,7 +9,7 @@ import pytest
 from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
 from paceline.errors import ConfigError
-from support.engines import GOLDEN
+from support.engines import GOLDEN, golden_core
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,13 @@ def test_what_cannot_be_built_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
         make_core(EngineConfig.of(**{"model": str(GOLDEN / "qwen3_tiny"), "device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("drafter", ["dspark_tiny_b7", "dflash_tiny_b16"])
+def test_markov_candidates_that_change_nothing_are_told(
+    drafter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    golden_core("qwen3_tiny", drafter=drafter)
+    assert "markov_candidates" not in caplog.text
+    golden_core("qwen3_tiny", drafter=drafter, speculative_config={"markov_candidates": 16})
+    assert "markov_candidates is 16 and changes nothing here" in caplog.text

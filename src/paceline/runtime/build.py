@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.models.attention import KVCache
 from paceline.models.checkpoint import resolve_folder
 from paceline.models.config import Qwen3Config
-from paceline.models.drafter import Drafter
+from paceline.models.drafter import WHOLE_VOCABULARY, Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM, make_deterministic
@@ -30,7 +30,7 @@ from paceline.runtime.memory import (
 )
 from paceline.runtime.runner import Runner
 from paceline.runtime.warmup import settle
-from paceline.speculation.config import SpeculativeConfig
+from paceline.speculation.config import DEFAULT_MARKOV_CANDIDATES, SpeculativeConfig
 from paceline.speculation.hedging import DEFAULT_POSITIONS, HedgeLimits
 from paceline.speculation.synthetic import conditional_rate
 from paceline.text.generation_config import load_generation_defaults
@@ -319,15 +319,30 @@ def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | N
             f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "
             f"{drafter.config.method!r} drafter. Drop the method or name another drafter."
         )
-    candidates = speculation.markov_candidates
-    if candidates is not None and target.embed_tokens.weight.is_cuda and drafter.restrict(candidates):
+    _restrict(drafter, target, speculation.markov_candidates)
+    return drafter
+
+
+def _restrict(drafter: Drafter, target: Qwen3ForCausalLM, candidates: int | None) -> None:
+    """Let a Markov head choose among few tokens where it can; a request that it cannot follow is told."""
+    if candidates is None:
+        return
+    vocab_size = f"{drafter.config.draft_vocab_size:,}"
+    if target.embed_tokens.weight.is_cuda and drafter.restrict(candidates):
         logger.info(
             "Markov head: each draft is chosen among %d tokens and %d successors of the one before it, of %s",
             candidates,
             candidates // 2,
-            f"{drafter.config.draft_vocab_size:,}",
+            vocab_size,
         )
-    return drafter
+    elif candidates != DEFAULT_MARKOV_CANDIDATES:
+        logger.warning(
+            "markov_candidates is %d and changes nothing here: it is for vanilla Markov heads on a GPU, over "
+            "vocabularies of at least %d times as many tokens (this one has %s). Drop it.",
+            candidates,
+            WHOLE_VOCABULARY,
+            vocab_size,
+        )
 
 
 def _allocate(

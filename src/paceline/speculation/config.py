@@ -10,6 +10,7 @@ import msgspec
 from paceline.errors import ConfigError
 
 DEFAULT_CAPTURE_MB = 128
+DEFAULT_MARKOV_CANDIDATES = 256
 
 
 class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +36,7 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     """The drafter attends to this many last tokens only; None is no limit."""
     draft_capture_mb: float | None = None
     """MiB for captured rows; only with ``draft_state`` capture, default 128. 0 gives up prefix caching."""
-    markov_candidates: int | None = 256
+    markov_candidates: int | None = DEFAULT_MARKOV_CANDIDATES
     """On a GPU, a DSpark drafter's sequential steps choose among so many tokens of each slot, and half as
     many likely successors of the token before it. None: among the whole vocabulary, as on a CPU, and as in
     vocabularies of less than 64 times as many. What is drafted changes little, what comes out not at all."""
