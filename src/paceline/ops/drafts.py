@@ -112,7 +112,7 @@ def best_of_buckets(scores: Tensor, count: int) -> Tensor:
 
     One pass, in which nothing is sorted (as in Chern et al. 2022, arXiv:2206.14286). The two largest are
     always among them; the i-th is not when two larger ones share its bucket, which in 128 buckets happens
-    with a chance of 0.2 % to the 10th, and of 7 % to the 50th.
+    with a chance of 0.2 % to the 10th, and of 6 % to the 50th.
 
     Args:
         scores: [*, V], V at least ``count``.
