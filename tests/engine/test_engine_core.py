@@ -231,6 +231,25 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_shared() -> None:
     assert run(core).cached["b"] == 16, "what was computed stays"
 
 
+def test_nobody_waits_for_a_block_that_is_computed_a_second_time() -> None:
+    """Requests that need every row themselves keep coming; one who waited for their first block starts when
+    the first of them has computed it.
+    """
+    shared = list(range(1, 31))
+    core, _ = make_core(num_blocks=512, budget=200, lookahead=1)
+    core.add(request("first", shared, max_tokens=1, prompt_logprobs=0))
+    out = Collected()
+    out.take(core.step())
+    core.add(request("waits", shared, max_tokens=1))
+    for i in range(20):
+        core.add(request(f"r{i}", shared, max_tokens=1, prompt_logprobs=0))
+        out.take(core.step())
+        if ("waits", 0) in out.reasons:
+            break
+    assert i <= 4 and out.cached["waits"] == 28
+    run(core, out)
+
+
 def test_first_come_first_served_and_priority() -> None:
     core, device = make_core(slots=1)
     core.add(request("first", [1, 2], max_tokens=2))

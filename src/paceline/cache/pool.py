@@ -162,6 +162,10 @@ class BlockPool:
             parent = hashes[i]
         return found
 
+    def is_registered(self, hash_: bytes) -> bool:
+        """Whether a block of this lineage can be matched."""
+        return hash_ in self._index
+
     def count_free(self, ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds."""
         refs = self._refs

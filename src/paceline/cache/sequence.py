@@ -51,11 +51,14 @@ class SequenceBlocks:
         return hashed[found] if found < len(hashed) else None
 
     def coming(self, tokens: Sequence[int]) -> bytes | None:
-        """Identity of the block this sequence will register next; None while its tokens are not known."""
+        """Identity of the block this sequence will register next; None while its tokens are not known, or if
+        another sequence has registered it before.
+        """
         if not self._pool.enable_caching or len(tokens) < (self._num_known + 1) * self._pool.block_size:
             return None
         self.chain.extend(tokens, self._num_known + 1)
-        return self.chain.hashes[self._num_known]
+        block = self.chain.hashes[self._num_known]
+        return None if self._pool.is_registered(block) else block
 
     def hash_prefix(self, tokens: Sequence[int]) -> None:
         """Hash all blocks that ``match`` may look up, ahead of it."""
