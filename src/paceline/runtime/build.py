@@ -324,7 +324,7 @@ def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | N
 
 
 def _restrict(drafter: Drafter, target: Qwen3ForCausalLM, candidates: int | None) -> None:
-    """Let a Markov head choose among few tokens where it can; a request that it cannot follow is told."""
+    """Let a Markov head choose among few tokens where it gains; tell of a number that changes nothing."""
     if candidates is None:
         return
     vocab_size = f"{drafter.config.draft_vocab_size:,}"

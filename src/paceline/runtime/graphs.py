@@ -13,7 +13,7 @@ kernels more, for at most ``MAX_FULL_SEQS`` sequences: rows beyond that take lon
 and few kinds and sizes keep captures few.
 
 Rounds whose sequences share long prefixes exist in a second version, which attends to these once
-(``sharing.py``); it is captured when a step first needs it.
+(``sharing.py``); those are captured last.
 
 Rounds that verify all drafts are captured with hedge chains too, where there are any, for as many sequences
 as may have them: hedging is for rounds whose rows cost little.
