@@ -18,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.engine.messages import EngineRequest, SequenceOutput
-from paceline.engine.scheduler import DraftLimits
+from paceline.engine.planned import DraftLimits
 from paceline.models.attention import KVCache
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter_loader import load_drafter

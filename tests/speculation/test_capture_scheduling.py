@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.cache import BlockPool
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo, EngineRequest
-from paceline.engine.scheduler import DraftLimits
+from paceline.engine.planned import DraftLimits
 from paceline.runtime.plan import DraftUpdates, StepPlan
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.seeds import sequence_seed

@@ -20,7 +20,8 @@ from paceline.engine.messages import (
     PlannerStats,
     SequenceOutput,
 )
-from paceline.engine.scheduler import DraftLimits, PlannedStep, Progress, Scheduler
+from paceline.engine.planned import DraftLimits, PlannedStep, Progress
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, EngineDeadError, RequestError
 from paceline.runtime.plan import DoneStep, PendingStep, SpanResult, StepRunner

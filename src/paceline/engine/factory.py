@@ -12,8 +12,8 @@ from paceline.cache import BlockPool
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
+from paceline.engine.planned import DraftLimits
 from paceline.engine.round_times import TimingLimits, time_rounds
-from paceline.engine.scheduler import DraftLimits
 from paceline.errors import ConfigError
 from paceline.speculation.capture_cache import CaptureCache
 from paceline.speculation.controller import HedgeController

@@ -22,86 +22,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.cache.sharing import shared_groups
+from paceline.engine.draft_choice import add_chains, teach
+from paceline.engine.planned import Claim, DraftLimits, Entry, PlannedStep, Progress
 from paceline.engine.sequence import InFlight, Sequence, Status
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
-from paceline.sampling.logprobs import Logprob
-from paceline.speculation.costs import Round
 from paceline.speculation.counters import SpeculationCounters
-from paceline.speculation.decision import EVERYTHING, Batch, Decision
+from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
-from paceline.speculation.hedging import HedgeCandidate, Hedger
+from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
-
-
-@dataclass(slots=True)
-class Entry:
-    """One span of a plan with the sequence it belongs to."""
-
-    sequence: Sequence
-    span: Span
-    tenancy: int
-    """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the span is an anchor and its drafts, no prefill."""
-        return self.span.sample and self.span.rows == self.span.drafts + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a sequence asks of a step.
-
-    Attributes:
-        rows: rows to forward, drafts included.
-        drafts: how many of the last rows are drafts.
-        sample: whether the rows reach the newest token, so that one is drawn.
-        propose: whether the next block is drafted behind them.
-        reserved: rows reserved in the cache: ``rows``, and the drafter's block if it proposes.
-    """
-
-    rows: int
-    drafts: int
-    sample: bool
-    propose: bool
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """What the drafter does per round: drafts proposed, and how many positions from the anchor on its block
-    touches in the target's blocks.
-    """
-
-    num_drafts: int = 0
-    block_rows: int = 0
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A device plan and, in the same order, whose spans it holds."""
-
-    plan: StepPlan
-    entries: list[Entry]
-    decision: Decision = EVERYTHING
-    chains: int | None = None
-    """Hedge chains of each hedged sequence; None where no sequence decodes."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a committed step did to one sequence."""
-
-    sequence: Sequence
-    tokens: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    num_drafts: int = 0
-    num_accepted: int = 0
 
 
 class Scheduler:
@@ -236,7 +170,7 @@ class Scheduler:
         if not step.entries:
             return None
         if self.hedger is not None:
-            self._hedge(self.hedger, step)
+            add_chains(step, self.hedger, self.max_num_batched_tokens - step.plan.num_rows)
         self._put_together(step)
         self._step += 1
         return step
@@ -258,21 +192,6 @@ class Scheduler:
             entry.span.group, entry.span.common = self._groups.get(entry.span.slot, (0, 0))
         step.entries.sort(key=lambda entry: entry.span.group or len(self._running) + 1)
         step.plan.spans = [entry.span for entry in step.entries]
-
-    def _hedge(self, hedger: Hedger, step: PlannedStep) -> None:
-        """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
-        decoding = {e.span.slot: e for e in step.entries if e.decodes and (e.span.drafts or e.span.propose)}
-        candidates = [  # the span is in flight already, and commits at least one token
-            HedgeCandidate(entry.sequence.order, slot, entry.sequence.tokens_left + 1)
-            for slot, entry in decoding.items()
-        ]
-        spare = self.max_num_batched_tokens - step.plan.num_rows
-        chosen = hedger.choose(candidates, spare) if step.decision.hedge else []
-        for slot in chosen:
-            decoding[slot].span.chains = hedger.chains
-        if any(entry.decodes for entry in step.entries):
-            refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
-            step.chains = 0 if refused else hedger.chains
 
     def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
         """The sequences that decode, as the planner sees them, and the work beside them."""
@@ -362,6 +281,8 @@ class Scheduler:
 
     def _admit(self, step: PlannedStep, budget: int) -> bool:
         """Start waiting sequences. Returns whether any wait for room, not for another sequence only."""
+        if not self._waiting:
+            return False
         held_back: list[Sequence] = []  # each keeps a slot free
         coming = {block for s in self._running if (block := s.blocks.coming(s.tokens)) is not None}
         while self._waiting and budget > 0 and self.pool.num_free > 0:
@@ -513,7 +434,7 @@ class Scheduler:
         if len(results) != len(step.entries):
             raise InvariantError(f"{len(step.entries)} spans planned, {len(results)} results")
         if self.planner is not None:
-            self._teach(self.planner, step, results)
+            teach(self.planner, step, results)
         progress: list[Progress] = []
         finished: list[Sequence] = []
         hedged: list[tuple[int, int]] = []
@@ -557,35 +478,10 @@ class Scheduler:
         self.finish(finished)
         return progress
 
-    @staticmethod
-    def _teach(planner: Planner, step: PlannedStep, results: list[SpanResult]) -> None:
-        """Tell the planner what the step's decode spans committed, ends and limits left aside."""
-        decoded = [
-            (entry.span, result)
-            for entry, result in zip(step.entries, results, strict=True)
-            if entry.decodes and entry.sequence.tenancy == entry.tenancy and result.tokens
-        ]
-        planner.committed(
-            step.decision,
-            [span.slot for span, _ in decoded],
-            [span.drafts for span, _ in decoded],
-            [len(result.tokens) - 1 - result.won for _, result in decoded],
-            [result.chains for _, result in decoded],
-            [result.won for _, result in decoded],
-        )
-
     def timed(self, step: PlannedStep, seconds: float) -> None:
         """A committed step took so long: of interest when all it did was a decode round."""
-        if self.planner is None or not all(entry.decodes for entry in step.entries):
-            return
-        spans = step.plan.spans
-        round_ = Round(
-            len(spans),
-            max(span.drafts for span in spans),
-            any(span.propose for span in spans),
-            max(span.chains for span in spans),
-        )
-        self.planner.costs.observe(round_, step.decision.context, seconds)
+        if self.planner is not None and (round_ := step.round()) is not None:
+            self.planner.costs.observe(round_, step.decision.context, seconds)
 
     def round_done(self, step: PlannedStep, now_s: float, tokens: int) -> None:
         """A step that was committed at ``now_s`` brought so many tokens."""

@@ -1,0 +1,44 @@
+"""Between the steps and those who choose about drafts: chains the hedger adds to a step, and what the verify
+planner learns from one. Pure logic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.engine.planned import PlannedStep
+from paceline.runtime.plan import SpanResult
+from paceline.speculation.hedging import HedgeCandidate, Hedger
+from paceline.speculation.planner import Planner
+
+
+def add_chains(step: PlannedStep, hedger: Hedger, spare_rows: int) -> None:
+    """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
+    decoding = {e.span.slot: e for e in step.entries if e.decodes and (e.span.drafts or e.span.propose)}
+    candidates = [  # the span is in flight already, and commits at least one token
+        HedgeCandidate(entry.sequence.order, slot, entry.sequence.tokens_left + 1)
+        for slot, entry in decoding.items()
+    ]
+    chosen = hedger.choose(candidates, spare_rows) if step.decision.hedge else []
+    for slot in chosen:
+        decoding[slot].span.chains = hedger.chains
+    if any(entry.decodes for entry in step.entries):
+        refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
+        step.chains = 0 if refused else hedger.chains
+
+
+def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) -> None:
+    """Tell the planner what the step's decode spans committed, ends and limits left aside."""
+    decoded = [
+        (entry.span, result)
+        for entry, result in zip(step.entries, results, strict=True)
+        if entry.decodes and entry.sequence.tenancy == entry.tenancy and result.tokens
+    ]
+    planner.committed(
+        step.decision,
+        [span.slot for span, _ in decoded],
+        [span.drafts for span, _ in decoded],
+        [len(result.tokens) - 1 - result.won for _, result in decoded],
+        [result.chains for _, result in decoded],
+        [result.won for _, result in decoded],
+    )

@@ -1,0 +1,89 @@
+"""A step from its plan to its commit, as the scheduler keeps it: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.engine.sequence import Sequence
+from paceline.runtime.plan import Span, StepPlan
+from paceline.sampling.logprobs import Logprob
+from paceline.speculation.costs import Round
+from paceline.speculation.decision import EVERYTHING, Decision
+
+
+@dataclass(slots=True)
+class Entry:
+    """One span of a plan with the sequence it belongs to."""
+
+    sequence: Sequence
+    span: Span
+    tenancy: int
+    """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the span is an anchor and its drafts, no prefill."""
+        return self.span.sample and self.span.rows == self.span.drafts + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a sequence asks of a step.
+
+    Attributes:
+        rows: rows to forward, drafts included.
+        drafts: how many of the last rows are drafts.
+        sample: whether the rows reach the newest token, so that one is drawn.
+        propose: whether the next block is drafted behind them.
+        reserved: rows reserved in the cache: ``rows``, and the drafter's block if it proposes.
+    """
+
+    rows: int
+    drafts: int
+    sample: bool
+    propose: bool
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """What the drafter does per round: drafts proposed, and how many positions from the anchor on its block
+    touches in the target's blocks.
+    """
+
+    num_drafts: int = 0
+    block_rows: int = 0
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A device plan and, in the same order, whose spans it holds."""
+
+    plan: StepPlan
+    entries: list[Entry]
+    decision: Decision = EVERYTHING
+    chains: int | None = None
+    """Hedge chains of each hedged sequence; None where no sequence decodes."""
+
+    def round(self) -> Round | None:
+        """The decode round that is all the step does; None if it does more."""
+        spans = self.plan.spans
+        if not all(entry.decodes for entry in self.entries):
+            return None
+        return Round(
+            len(spans),
+            max(span.drafts for span in spans),
+            any(span.propose for span in spans),
+            max(span.chains for span in spans),
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a committed step did to one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    num_drafts: int = 0
+    num_accepted: int = 0
