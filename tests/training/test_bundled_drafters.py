@@ -12,9 +12,9 @@ from torch import Tensor
 from paceline.config import BUNDLED_DRAFTERS, BUNDLED_MODEL, EngineConfig
 from paceline.engine.factory import make_core
 from paceline.engine.messages import EngineRequest, EngineStats
-from paceline.models.drafter import MarkovHead
 from paceline.models.drafter_loader import load_drafter, read_sts
 from paceline.models.loader import load_model
+from paceline.models.markov_head import MarkovHead
 from paceline.ops import ChainHead
 from paceline.proving.drive import runner_of
 from paceline.sampling.params import SamplingParams
