@@ -175,7 +175,7 @@ class RoundSet:
             for chains in (0, *(() if self._hedging is None else self._hedging.counts))
             if chains == 0 or count == self._num_drafts
         ]
-        together = [self._beside(shape) for shape in alone if self._may_be_together(shape)]
+        together = [self._with_common_keys(shape) for shape in alone if self._may_be_together(shape)]
         return alone + list(dict.fromkeys(together))
 
     def _with_chains(self, shape: RoundShape, wanted: int, chains: int) -> RoundShape:
@@ -206,7 +206,7 @@ class RoundSet:
             for chains in {0, most}:
                 self._round(self._with_chains(shape, size, chains))
             if self._may_be_together(shape):
-                self._round(self._beside(shape))
+                self._round(self._with_common_keys(shape))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
@@ -246,7 +246,7 @@ class RoundSet:
         shape = self._shape(spans, kind)
         groups = group_values(spans, shape.num_seqs) if self._may_be_together(shape) else None
         if groups is not None:
-            shape = self._beside(shape)
+            shape = self._with_common_keys(shape)
         decode_round, run = self._round(shape)
         values = np.zeros((3, shape.num_seqs), dtype=np.int32)
         values[0] = self._state.spare
@@ -276,7 +276,7 @@ class RoundSet:
         enough = saves_enough(shape.num_seqs, self._max_model_len)
         return able and enough and shape.num_seqs * (shape.num_drafts + 1) > MAX_ROWS
 
-    def _beside(self, shape: RoundShape) -> RoundShape:
+    def _with_common_keys(self, shape: RoundShape) -> RoundShape:
         """The round that attends to common keys in place of this one. There is one for greedy and filtered
         sampling, so that there are fewer.
         """
