@@ -15,6 +15,7 @@ from paceline.proving.drive import runner_of
 from paceline.runtime.captures import CaptureStore
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import PendingStep, Span, StepPlan
+from paceline.runtime.round import RoundShape
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.state import FixedKind
@@ -104,8 +105,11 @@ def test_a_round_on_a_dead_device_is_not_run_again(monkeypatch: pytest.MonkeyPat
 
 def test_what_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(make())
-    monkeypatch.setattr(RoundSet, "prepare", sometimes(RoundSet.prepare, 1))
-    assert runner.prepare() is False
+    assert runner.rounds is not None
+    runner.rounds.missing = [RoundShape(size, 0, False, "greedy") for size in (3, 2, 1)]
+    monkeypatch.setattr(RoundSet, "_round", sometimes(RoundSet._round, 2))
+    assert [runner.prepare() for _ in range(4)] == [True, True, True, False]
+    assert sorted(shape.num_seqs for shape in runner.rounds._rounds) == [1, 3], "the second failed"
 
 
 def test_a_drafter_that_never_works_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,10 +214,12 @@ class RoundSet:
             self.prepare()
 
     def prepare(self) -> bool:
-        """Capture the next round; False when all are there."""
+        """Capture the next round; False when all are there. One that fails is not tried again before a step
+        needs it.
+        """
         if not self.missing:
             return False
-        self._round(self.missing[-1])
+        self._round(self.missing.pop())
         return True
 
     def _round(self, shape: RoundShape) -> tuple[DecodeRound, Callable[[], Verified]]:

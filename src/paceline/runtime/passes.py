@@ -125,10 +125,12 @@ class PassSet:
             self.prepare()
 
     def prepare(self) -> bool:
-        """Capture the next pass; False when all are there."""
+        """Capture the next pass; False when all are there. One that fails is not tried again before a step
+        needs it.
+        """
         if not self.missing:
             return False
-        self._get(self.missing[-1])
+        self._get(self.missing.pop())
         return True
 
     def capture_largest(self) -> None:
@@ -139,7 +141,8 @@ class PassSet:
         if size not in self._passes:
             made = self._make(*size)
             self._passes[size] = made, made if self._where is None else Captured(made, self._where)
-            self.missing.remove(size)
+            if size in self.missing:
+                self.missing.remove(size)
         return self._passes[size]
 
 

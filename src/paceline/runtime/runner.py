@@ -209,9 +209,11 @@ class Runner:
         parts = (self.rounds, self.passes)
         try:
             return any(part is not None and part.prepare() for part in parts)
+        except EngineDeadError:
+            raise
         except Exception:
-            logger.exception("A graph could not be captured; steps that need it run without.")
-            return False
+            logger.exception("A graph could not be captured; steps that need it try again, or run without.")
+            return True
 
     def _round_results(self, spans: Sequence[Span], output: Verified, chains: Sequence[int]) -> _Pending:
         """Of spans of anchors and drafts that ran as one fixed-shape round."""
