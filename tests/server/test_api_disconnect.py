@@ -15,6 +15,24 @@ COMPLETIONS = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
+def _scope(path: str) -> dict[str, Any]:
+    """A POST request of JSON, as a server describes it."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("test", 80),
+    }
+
+
 async def _leave(api: Api, path: str, body: dict[str, Any], after_steps: int) -> list[dict[str, Any]]:
     """Call the app as a server would, with a client that leaves when the engine has run ``after_steps``
     steps."""
@@ -42,21 +60,7 @@ async def _leave(api: Api, path: str, body: dict[str, Any], after_steps: int) ->
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("test", 80),
-    }
-    await asyncio.wait_for(api.app(scope, receive, send), 20)
+    await asyncio.wait_for(api.app(_scope(path), receive, send), 20)
     return sent
 
 
@@ -84,6 +88,26 @@ def test_the_engine_is_told(
     assert sorted(scripted.aborted) == sorted(request.request_id for request in scripted.requests)
     if stream and steps == 0:
         assert sent == []
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
+def test_who_leaves_while_sending_is_no_error(
+    api: Api, scripted: ScriptedEngine, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages: list[dict[str, Any]] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": b'{"prompt": ', "more_body": True},
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(api.app(_scope(path), receive, send))
+    assert sent[0]["status"] == 499 and not scripted.requests and not caplog.records
 
 
 def test_aborts_are_counted(api: Api) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from paceline.errors import EngineDeadError, RequestError
 
@@ -113,8 +114,12 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # while it sent its body; nobody reads this but the access log
+
     app.add_exception_handler(HTTPError, known)
     app.add_exception_handler(RequestError, known)
     app.add_exception_handler(EngineDeadError, known)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, known)
