@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_a_round_that_fails_runs_row_by_row(
     core = make(**options)
     monkeypatch.setattr(RoundSet, "run", sometimes(RoundSet.run, 2))
     assert tokens(core) == plain
+
+
+def test_what_goes_on_failing_is_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make()
+    for owner, name in (Drafter, "draft"), (RoundSet, "run"):
+        monkeypatch.setattr(owner, name, sometimes(getattr(owner, name), 1))
+    with caplog.at_level(logging.ERROR, logger="paceline"):
+        tokens(core)
+    for what in "Drafting failed", "A decode round failed":
+        counts = [int(r.getMessage().split()[-4]) for r in caplog.records if what in r.getMessage()]
+        assert len(counts) > 3 and counts == [2**i for i in range(len(counts))]
 
 
 def test_a_round_on_a_dead_device_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter, DraftSlots
 from paceline.ops import BlockNoise, RowLayout
 from paceline.runtime.captures import CaptureStore
+from paceline.runtime.failures import FailureLog
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import DraftUpdates
 from paceline.runtime.sharing import Groups
@@ -81,7 +82,7 @@ class DraftStage:
         hedge_positions: Sequence[int] = (),
     ) -> None:
         self.failure: str | None = None
-        self._num_failures = 0
+        self._log_failure = FailureLog(logger, "Drafting failed; its drafts are lost.")
         self._few_rows = few_rows
         self.drafter = drafter
         self.cache = cache
@@ -195,9 +196,7 @@ class DraftStage:
             if self._state.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise
             self.failure = f"{type(error).__name__}: {error}"
-            self._num_failures += 1
-            if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, …
-                logger.exception("Drafting failed, %d times by now; its drafts are lost.", self._num_failures)
+            self._log_failure()
 
     def _propose(
         self,

@@ -19,6 +19,7 @@ from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.runtime.acceptance import Verified, count_accepted
 from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
+from paceline.runtime.failures import FailureLog
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.passes import PassSet, RowPass
@@ -116,6 +117,7 @@ class Runner:
             )
         self.device = device
         self._staging = Staging(16384, device)
+        self._log_failed_round = FailureLog(logger, "A decode round failed; its sequences run row by row.")
         self.rounds: RoundSet | None = None
         if rounds != "none":
             self.rounds = RoundSet(
@@ -181,7 +183,7 @@ class Runner:
             except EngineDeadError:
                 raise
             except Exception:
-                logger.exception("A decode round failed; its sequences run row by row.")
+                self._log_failed_round()
             else:
                 return self._round_results(spans, output, chains)
         try:
