@@ -193,7 +193,7 @@ class RoundCosts:
         """What really runs."""
         chains = round_.chains if round_.num_drafts == self.num_drafts else 0
         if self._tiers is None:
-            return replace(round_, chains=chains)
+            return round_ if round_.chains == chains else replace(round_, chains=chains)
         size, drafts = self._tier(round_.num_seqs), round_.num_drafts
         if drafts == 0:
             return Round(size, 0, round_.propose)
@@ -208,7 +208,8 @@ class RoundCosts:
 
     def _group(self, shape: Round) -> Round:
         # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
-        shape = replace(shape, propose=shape.propose or shape.num_drafts > 0)
+        if shape.num_drafts and not shape.propose:
+            shape = replace(shape, propose=True)
         if self._tiers is not None:
             return shape
         nearest = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))

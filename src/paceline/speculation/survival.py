@@ -73,8 +73,8 @@ class Survival:
 
     def observe(self, slots: Sequence[int], drafts: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from one round: of each sequence, the drafts verified and how many of them stood."""
-        if not len(slots):
-            return
+        if not any(drafts):
+            return  # nothing to learn from
         position = np.arange(self.num_positions)
         stands, count = np.asarray(accepted)[:, None], np.asarray(drafts)[:, None]  # [N, 1]
         stood = (position < stands).astype(np.float64)
