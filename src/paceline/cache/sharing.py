@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-MAX_LEVELS = 64
-"""Lengths of common prefixes told apart: deeper trees are searched by rounded lengths."""
+MAX_LEVELS = 16
+"""Lengths of common prefixes told apart: deeper trees are searched by rounded lengths. The search is done while
+the device waits, at every arrival and end: 64 sequences cut from one document take 1 ms with 16 lengths and
+20 with 64, which save 1 % more."""
 
 
 @dataclass(frozen=True, slots=True)
