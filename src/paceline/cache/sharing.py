@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 
 MAX_LEVELS = 16
-"""Lengths of common prefixes told apart: deeper trees are searched by rounded lengths. The search is done while
-the device waits, at every arrival and end: 64 sequences cut from one document take 1 ms with 16 lengths and
-20 with 64, which save 1 % more."""
+"""Lengths of common prefixes told apart: deeper trees are searched by rounded lengths. The search is part of
+planning, at every arrival and end: 64 sequences cut from one document take 1 ms with 16 lengths and 20 ms
+with 64, which save 1 % more; in random trees 64 lengths save a tenth to a fifth more, mostly in short
+prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
