@@ -127,14 +127,14 @@ def run_random(results: Results, part: str, repeats: int, sizes: list[int], smal
     results.measure(f"{part} shared prefix", lambda: shared_prefix(driver, cases, repeats))
     results.measure(f"{part} warm prefix", lambda: warm_prefix(driver, cases, 2 * repeats + 1))
     context = 64 if small else 512
-    for size in (1,) if small else sizes:
+    for size in sizes:
         results.measure(
             f"{part} round at {size}",
             lambda size=size: {"stages": measure_round(driver, size, context, 8, rate)},
         )
 
 
-def run_real(results: Results) -> None:
+def run_real(results: Results, repeats: int) -> None:
     """The bundled pair at full size: the same tokens with and without the drafter, and what it gains."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -148,7 +148,7 @@ def run_real(results: Results) -> None:
             max_num_seqs=16,
             speculative_config={"model": str(drafter), "verify_planner": "off"},
         )
-        report = run_speculation(config, None, 256, 0.0, "1,8,16", 2)
+        report = run_speculation(config, None, 256, 0.0, "1,8,16", repeats)
         results.head["settings"] = report.settings
         for row in report.results:
             results.add(f"real pair, batch {row['batch_size']}", row)
@@ -162,7 +162,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", default="1,8,32", help="batch sizes whose rounds are taken apart")
+    parser.add_argument(
+        "--rounds",
+        help="batch sizes whose rounds are taken apart: 1,8,32, with --small 1; random weights only",
+    )
     parser.add_argument("--small", action="store_true", help="the bundled pair on a CPU, to try the script")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,6 +173,9 @@ def main() -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}. There are {', '.join(PARTS)}.")
+    rounds = args.rounds or ("1" if args.small else "1,8,32")
+    if not all(size.isdecimal() and int(size) > 0 for size in rounds.split(",")):
+        parser.error(f"--rounds takes batch sizes separated by commas, such as 1,8,32; got {rounds!r}.")
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.here:
         command = [sys.executable, *sys.argv, "--here", "--parts"]
@@ -177,12 +183,12 @@ def main() -> int:
     (part,) = parts
     results = Results(args.out, part, torch.device("cpu" if args.small else "cuda"))
     if part in DRAFTERS:
-        run_random(results, part, args.repeats, [int(size) for size in args.rounds.split(",")], args.small)
+        run_random(results, part, args.repeats, [int(size) for size in rounds.split(",")], args.small)
     elif part == "startup":
         for again in ("first", "again"):
             results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))
     elif not args.small:
-        run_real(results)
+        run_real(results, args.repeats)
     return int(any("error" in row for row in results.rows))
 
 
