@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline import ops
 from paceline.ops import CommonKeys, RowLayout, reference
 from paceline.ops.triton import attention as triton_attention
+from paceline.ops.triton.attention_config import AttentionConfig, choose_config
 
 HIDDEN, INTERMEDIATE = 2560, 9728
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -88,7 +89,7 @@ class AttentionScene:
     v_cache: Tensor
     layout: RowLayout
 
-    def run(self, config: triton_attention.AttentionConfig | None = None) -> tuple[Tensor, ...]:
+    def run(self, config: AttentionConfig | None = None) -> tuple[Tensor, ...]:
         operands = (self.q, self.k_cache, self.v_cache, self.layout, HEAD_DIM**-0.5)
         if config is None:
             return (ops.paged_attention(*operands),)
@@ -429,7 +430,7 @@ def sweep(case: Case, timer: Timer) -> list[dict[str, object]]:
     """Cold times of other ways to cut the same attention up, fastest first."""
     assert case.scene is not None
     scene, group = case.scene, HEADS // KV_HEADS
-    chosen = triton_attention.choose_config(
+    chosen = choose_config(
         scene.layout,
         scene.q.shape[0],
         group,
@@ -445,9 +446,7 @@ def sweep(case: Case, timer: Timer) -> list[dict[str, object]]:
     ):
         if num_splits == 1 and split_keys != chosen.split_keys:
             continue
-        config = triton_attention.AttentionConfig(
-            block_m, block_n, num_splits, warps, stages, split_keys, whole=block_m > 64
-        )
+        config = AttentionConfig(block_m, block_n, num_splits, warps, stages, split_keys, whole=block_m > 64)
         try:
             took = timer.cold_us(lambda config=config: scene.run(config))  # type: ignore[misc]
         except Exception as error:  # a tile that does not fit in shared memory

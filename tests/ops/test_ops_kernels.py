@@ -404,7 +404,7 @@ def attend(
 
 def configs() -> list[Any]:
     """The chooser's own, small tiles that force the search, and more splits than there are keys to share."""
-    from paceline.ops.triton.attention import AttentionConfig
+    from paceline.ops.triton.attention_config import AttentionConfig
 
     return [
         None,
@@ -521,10 +521,10 @@ def test_a_chain_is_the_same_bit_for_bit_as_the_sequence_it_stands_for(
     kernels: Any, monkeypatch: pytest.MonkeyPatch, programs: int
 ) -> None:
     """Where attention is deterministic: the same keys in another place."""
-    from paceline.ops.triton import attention
+    from paceline.ops.triton import attention_config
 
-    monkeypatch.setattr(attention, "CHUNK_KEYS", 32)
-    monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs)
+    monkeypatch.setattr(attention_config, "CHUNK_KEYS", 32)
+    monkeypatch.setattr(attention_config, "CHUNK_PROGRAMS", programs)
     scene = make_branched_scene([(50, 8)], [(0, 1, 6)], device=DEVICE)
     straight = make_scene([(50, 8)], device=DEVICE)
     in_table, own = straight.layout.kv_slots[2:], scene.layout.kv_slots[8:]
@@ -570,13 +570,13 @@ def test_deterministic_attention_is_the_same_in_a_chunk_and_row_by_row(
     kernels: Any, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     """Bit for bit, with chunks of keys in one program and in many, beside other sequences."""
-    from paceline.ops.triton import attention
+    from paceline.ops.triton import attention_config
 
-    monkeypatch.setattr(attention, "CHUNK_KEYS", 128)  # two blocks of keys and more
+    monkeypatch.setattr(attention_config, "CHUNK_KEYS", 128)  # two blocks of keys and more
     total, dtype = 300, DTYPES[-1]
 
     def attend_rows(first: int, rows: int, programs: int) -> Tensor:
-        monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs)
+        monkeypatch.setattr(attention_config, "CHUNK_PROGRAMS", programs)
         scene = make_scene([(0, total), (37, 9)], dtype=dtype, device=DEVICE)
         layout = scene.layout
         layout.num_computed = layout.num_computed.clone()
@@ -625,7 +625,7 @@ def test_attention_refuses_what_it_has_no_kernel_for(kernels: Any) -> None:
 
 
 def test_few_tiles_are_split_and_many_are_not(kernels: Any) -> None:
-    from paceline.ops.triton.attention import choose_config, common_config
+    from paceline.ops.triton.attention_config import choose_config, common_config
 
     def cut(spans: list[tuple[int, int]], max_context: int = 32768) -> tuple[int, int, int]:
         layout = make_scene(spans).layout
