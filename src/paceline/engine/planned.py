@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.engine.sequence import Sequence
 from paceline.runtime.plan import Span, StepPlan
@@ -26,8 +27,7 @@ class Entry:
         return self.span.sample and self.span.rows == self.span.drafts + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What a sequence asks of a step.
 
     Attributes:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import replace
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.cache.sharing import shared_groups
@@ -128,7 +127,7 @@ class Scheduler:
         sequence.can_draft = False
         sequence.blocks.release()
         sequence.blocks = SequenceBlocks(self.pool, salt=sequence.request.cache_salt.encode())
-        sequence.in_flight.clear()
+        sequence.abandon()
         sequence.table_len = sequence.drafted = 0
         if self._wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = []  # gathered anew
@@ -195,7 +194,7 @@ class Scheduler:
 
     def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
         """The sequences that decode, as the planner sees them, and the work beside them."""
-        sequences = [s for s in decoding if s.rows_wanted() > 0]
+        sequences = [s for s in decoding if s.rows_wanted > 0]
         arrived = [s for _, s in self._waiting]  # there is a slot for each, unless others wait for room
         refilled = self._queued or len(arrived) > len(self._free_slots)
         return Batch(
@@ -227,11 +226,11 @@ class Scheduler:
     def _claim(self, sequence: Sequence, decision: Decision, budget: int, spare: int) -> Claim | None:
         """What ``sequence`` runs next within ``budget`` rows, at most ``spare`` of them drafts."""
         # A span in flight may have ended the sequence already: its successor must not pass the last position.
-        room = self.max_model_len - sequence.scheduled
-        rows = min(sequence.rows_wanted(), budget, room)
+        scheduled = sequence.scheduled
+        rows = min(sequence.rows_wanted, budget, self.max_model_len - scheduled)
         if rows <= 0:
             return None
-        known = len(sequence.tokens) - sequence.scheduled
+        known = len(sequence.tokens) - scheduled
         sample = rows >= known
         drafts = 0
         if known <= 1:
@@ -258,7 +257,7 @@ class Scheduler:
         if not claim.propose:
             return None
         self.speculation.refused["memory"] += 1
-        return self._reserve(sequence, replace(claim, propose=False, reserved=claim.rows))
+        return self._reserve(sequence, claim._replace(propose=False, reserved=claim.rows))
 
     def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
         """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being
@@ -417,7 +416,7 @@ class Scheduler:
         if len(ids) > sequence.table_len:
             step.plan.table.append(TableUpdate(sequence.slot, sequence.table_len, ids[sequence.table_len :]))
             sequence.table_len = len(ids)
-        sequence.in_flight.append(InFlight(claim.rows, claim.reserved, claim.sample))
+        sequence.launched(InFlight(claim.rows, claim.reserved, claim.sample))
         sequence.drafted = self.drafting.num_drafts if claim.propose else 0
         self.draft_state.cover(sequence.slot, sequence.scheduled, step.plan.draft)
         step.plan.max_context = max(step.plan.max_context, sequence.scheduled)
@@ -455,7 +454,7 @@ class Scheduler:
             sequence.tokens.extend(tokens)
             if not stale:
                 stands = entry.span.rows - entry.span.drafts + max(len(tokens) - 1, 0)
-                sequence.blocks.commit(sequence.in_flight.popleft().reserved, stands, sequence.tokens)
+                sequence.blocks.commit(sequence.landed().reserved, stands, sequence.tokens)
                 sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
                 blocks = sequence.blocks
                 self.draft_state.commit(sequence.slot, blocks.computed, blocks.chain.hashes)
@@ -512,8 +511,12 @@ class Scheduler:
         if slots != list(range(self.max_num_seqs)):
             raise InvariantError(f"slots are not a partition: {slots}")
         for sequence in self._running:
-            in_flight = sum(span.reserved for span in sequence.in_flight)
-            if in_flight != sequence.blocks.reserved:
-                raise InvariantError(f"{in_flight} rows in flight, {sequence.blocks.reserved} reserved")
+            spans = sequence.in_flight
+            reserved = sum(span.reserved for span in spans)
+            if reserved != sequence.blocks.reserved:
+                raise InvariantError(f"{reserved} rows in flight, {sequence.blocks.reserved} reserved")
+            counted = sum(span.rows for span in spans), sum(span.sample for span in spans)
+            if counted != (sequence.rows_in_flight, sequence.sampling):
+                raise InvariantError(f"rows and draws in flight are {counted}, the sequence counts others")
             if not sequence.in_flight and sequence.blocks.computed > len(sequence.tokens) - 1:
                 raise InvariantError("computed rows must leave one dangling token")

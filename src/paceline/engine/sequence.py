@@ -6,6 +6,7 @@ import enum
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.cache import SequenceBlocks
 from paceline.engine.messages import EngineRequest
@@ -21,13 +22,17 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
-class InFlight:
-    """One span of this sequence in a step whose results the host has not read."""
+class InFlight(NamedTuple):
+    """One span of a sequence in a step whose results the host has not read.
+
+    Attributes:
+        rows: what it runs.
+        reserved: rows reserved in the cache: ``rows``, and the drafter's block when one is proposed behind.
+        sample: whether it draws a token; it then commits at least one.
+    """
 
     rows: int
     reserved: int
-    """Rows reserved in the cache: ``rows``, and a drafter's block when one is proposed behind them."""
     sample: bool
 
 
@@ -53,6 +58,9 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int = -1
     in_flight: deque[InFlight] = field(default_factory=deque)
+    rows_in_flight: int = 0
+    sampling: int = 0
+    """Spans in flight that draw a token."""
     leader: Sequence | None = None
     """Continuation 0 of the same request, whose prompt blocks this one shares."""
     num_cached_tokens: int | None = None
@@ -75,10 +83,34 @@ class Sequence:
     table_len: int = 0
     """Block ids already written to the device's block table."""
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Importance: what is scheduled first and preempted last."""
-        return (self.request.priority, self.arrival, self.index)
+    order: tuple[int, int, int] = field(init=False)
+    """Importance: what is scheduled first and preempted last."""
+    max_tokens: int = field(init=False)
+    """Most tokens this sequence may generate."""
+
+    def __post_init__(self) -> None:
+        self.order = (self.request.priority, self.arrival, self.index)
+        limit = self.request.params.max_tokens
+        assert limit is not None, "the text side fills in max_tokens"
+        self.max_tokens = limit
+
+    def launched(self, span: InFlight) -> None:
+        """One more span is in flight."""
+        self.in_flight.append(span)
+        self.rows_in_flight += span.rows
+        self.sampling += span.sample
+
+    def landed(self) -> InFlight:
+        """The oldest span in flight, whose results are there."""
+        span = self.in_flight.popleft()
+        self.rows_in_flight -= span.rows
+        self.sampling -= span.sample
+        return span
+
+    def abandon(self) -> None:
+        """Nothing that is in flight will be committed."""
+        self.in_flight.clear()
+        self.rows_in_flight = self.sampling = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -86,32 +118,21 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def max_tokens(self) -> int:
-        """Most tokens this sequence may generate."""
-        limit = self.request.params.max_tokens
-        assert limit is not None, "the text side fills in max_tokens"
-        return limit
-
-    @property
     def scheduled(self) -> int:
         """Upper bound of ``num_computed`` once everything in flight has run."""
-        return self.blocks.computed + sum(span.rows for span in self.in_flight)
+        return self.blocks.computed + self.rows_in_flight
 
+    @property
     def rows_wanted(self) -> int:
         """Rows this sequence must run next: the known tokens not yet scheduled, else one for a token in
         flight. Zero when the spans in flight are certain to reach ``max_tokens``.
         """
-        known = len(self.tokens) - self.scheduled
+        known = len(self.tokens) - self.blocks.computed - self.rows_in_flight
         if known > 0:
             return known
         return 1 if self.sampling and self.tokens_left > 0 else 0
 
     @property
-    def sampling(self) -> int:
-        """Spans in flight that draw a token: each commits at least one."""
-        return sum(span.sample for span in self.in_flight)
-
-    @property
     def tokens_left(self) -> int:
         """Most tokens that may still be generated after what is in flight."""
-        return self.max_tokens - self.num_output_tokens - self.sampling
+        return self.max_tokens + self.prompt_len - len(self.tokens) - self.sampling
