@@ -21,6 +21,7 @@ from paceline.engine.messages import (
     SequenceOutput,
 )
 from paceline.engine.planned import DraftLimits, PlannedStep, Progress
+from paceline.engine.prompt import prompt_array
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import ContextLengthError, EngineDeadError, RequestError
@@ -100,7 +101,7 @@ class EngineCore:
         Raises:
             RequestError: the request can never run here; nothing was changed.
         """
-        self._refuse_unservable(request)
+        tokens = self._checked(request)
         params = request.params
         seed = params.seed if params.seed is not None else mix64(mix64(self._seed) + self._arrivals)
         stop_ids = frozenset(params.stop_ids) | (
@@ -113,8 +114,8 @@ class EngineCore:
                     request=request,
                     index=index,
                     arrival=self._arrivals,
-                    tokens=array("I", request.prompt_token_ids),
-                    prompt_len=len(request.prompt_token_ids),
+                    tokens=tokens[:],
+                    prompt_len=len(tokens),
                     seed=sequence_seed(seed, index),
                     blocks=SequenceBlocks(self.pool, salt=request.cache_salt.encode()),
                     stop_ids=stop_ids,
@@ -125,23 +126,17 @@ class EngineCore:
         self._requests[request.request_id] = sequences
         for sequence in sequences:
             self.scheduler.add(sequence)
-        self._stats.prompt_tokens += len(request.prompt_token_ids)
+        self._stats.prompt_tokens += len(tokens)
 
-    def _refuse_unservable(self, request: EngineRequest) -> None:
+    def _checked(self, request: EngineRequest) -> array[int]:
+        """The prompt of a request that can run here."""
         info = self.info
         params = request.params
         validate(params, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
         prompt = request.prompt_token_ids
         if request.request_id in self._requests:
             raise RequestError(f"Request id {request.request_id!r} is already in use.", param="request_id")
-        if not prompt:
-            raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
-        bad = next((t for t in prompt if not 0 <= t < info.vocab_size), None)
-        if bad is not None:
-            raise RequestError(
-                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.",
-                param="prompt",
-            )
+        tokens = prompt_array(prompt, info.vocab_size)
         if params.max_tokens is None:
             raise RequestError(
                 "max_tokens must be resolved before a request reaches the engine.", param="max_tokens"
@@ -164,6 +159,7 @@ class EngineCore:
                 "start the engine with more K/V memory.",
                 param="max_tokens",
             )
+        return tokens
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests at once. Unknown ids are ignored: they may just have finished."""

@@ -17,6 +17,7 @@ import msgspec
 
 from paceline.engine.messages import EngineInfo, EngineRequest, SequenceOutput
 from paceline.engine.outputs import BONUS, PLAIN, CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.prompt import prompt_array
 from paceline.errors import ConfigError, ContextLengthError, RequestError, shown
 from paceline.sampling.logprobs import Logprob
 from paceline.sampling.params import SamplingParams, validate
@@ -342,14 +343,7 @@ class Frontend:
             )
         validate(params, vocab_size=info.vocab_size, max_logprobs=info.max_logprobs)
         changes: dict[str, Any] = {}
-        if not prompt_token_ids:
-            raise RequestError("The prompt has no tokens; give at least one.", param="prompt")
-        bad = next((token for token in prompt_token_ids if not 0 <= token < info.vocab_size), None)
-        if bad is not None:
-            raise RequestError(
-                f"The prompt contains token id {bad}; ids must lie in 0..{info.vocab_size - 1}.",
-                param="prompt",
-            )
+        prompt_array(prompt_token_ids, info.vocab_size)  # raises unless all of them exist
         room = info.max_model_len - len(prompt_token_ids)
         if room < 1:
             raise ContextLengthError(
@@ -401,7 +395,7 @@ def _token_ids(prompt: object) -> list[int]:
     # Anything that can be iterated would do, but bytes, sets and arrays are never meant as token ids.
     if isinstance(prompt, list | tuple | range):
         ids = list(prompt)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        if all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids))):
             return ids
     raise RequestError(
         "A prompt must be text or a list of integer token ids (of an array, use tolist()), got "
