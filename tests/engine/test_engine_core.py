@@ -208,6 +208,32 @@ def test_who_shares_a_prefix_stands_side_by_side() -> None:
     assert [(span.group, span.common) for span in best.spans] == [(1, 24)] * 3 + [(2, 16)] * 3 + [(0, 0)]
 
 
+def test_prompts_that_begin_stand_last() -> None:
+    """Behind those that decode, go on, or have a cached prefix, wherever they stood in the queue. (The device
+    checks every plan, those with preempted sequences too.)
+    """
+    core, device = make_core(num_blocks=256, budget=64)
+    shared = [i % 90 for i in range(16)]
+    core.add(request("first", [*shared, 91], max_tokens=3))
+    run(core)
+    device.plans.clear()
+    core.add(request("decoding", [95, 94], max_tokens=9))
+    core.step()
+    for name, prompt in (
+        ("new", [80, 81, 82]),
+        ("hit", [*shared, 92]),
+        ("long", [70 + i % 9 for i in range(90)]),
+    ):
+        core.add(request(name, prompt, max_tokens=3))
+    run(core)
+    flags = [[(span.rows, span.fresh) for span in plan.spans] for plan in device.plans[:3]]
+    assert flags == [
+        [(2, True)],
+        [(1, False), (1, False), (3, True), (59, True)],
+        [*[(1, False)] * 3, (31, False)],
+    ]
+
+
 def test_nobody_waits_for_a_prefix_that_will_not_be_shared() -> None:
     """Without a cache, for a request that needs every row itself, and once the one waited for is gone."""
     shared = [i % 90 for i in range(40)]

@@ -14,6 +14,7 @@ from paceline.models.attention import KVCache
 from paceline.models.loader import load_model
 from paceline.runtime.acceptance import count_accepted
 from paceline.runtime.plan import SlotInit, Span, StepPlan, TableUpdate
+from paceline.runtime.rows import build_rows
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
 from support.engines import GOLDEN, golden_cases
@@ -53,6 +54,16 @@ def start(runner: Runner, slot: int, prompt: list[int]) -> int:
 def propose(runner: Runner, slot: int, length: int, drafts: list[int]) -> None:
     """Write tentative tokens behind the anchor at position ``length - 1``."""
     runner.state.tokens[slot, length : length + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+
+
+def test_attention_is_told_of_the_prompts_that_begin(runner: Runner) -> None:
+    """Those at the end of the step: whatever stands before other rows is not told of."""
+
+    def told(*fresh: bool) -> int:
+        spans = [Span(slot, 2, fresh=begins) for slot, begins in enumerate(fresh)]
+        return build_rows(spans, runner.state, runner._staging, 64).layout.num_fresh
+
+    assert [told(False), told(False, True), told(True, True), told(True, False, True, True)] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("right", range(8))

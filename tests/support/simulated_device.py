@@ -91,11 +91,15 @@ class SimulatedDevice:
             table = self.slots[update.slot].table
             for i, block in enumerate(update.ids):
                 table[update.first + i] = block
-        self._check_groups(plan)
+        self._check_order(plan)
         return Pending([self._run(span.slot, span.rows, span.sample) for span in plan.spans])
 
-    def _check_groups(self, plan: StepPlan) -> None:
-        """Spans of a group stand side by side, and what they are said to have in common they have."""
+    def _check_order(self, plan: StepPlan) -> None:
+        """Prompts that begin stand last; spans of a group side by side, and what they are said to have in
+        common they have.
+        """
+        assert [s.fresh for s in plan.spans] == sorted(self.slots[s.slot].computed == 0 for s in plan.spans)
+        assert all(self.slots[span.slot].computed == 0 for span in plan.spans if span.fresh)
         order = [span.group for span in plan.spans if span.group]
         assert sorted(order) == order
         for group in set(order):

@@ -175,8 +175,8 @@ class Scheduler:
         return step
 
     def _put_together(self, step: PlannedStep) -> None:
-        """Put spans side by side whose sequences share their first blocks, those that share most first. Which
-        blocks are shared changes only when a sequence comes or goes.
+        """Put spans side by side whose sequences share their first blocks, those that share most first, and
+        prompts that begin last. Which blocks are shared changes only when a sequence comes or goes.
         """
         if self._groups is None:
             groups = shared_groups([s.blocks.ids for s in self._running])
@@ -185,11 +185,12 @@ class Scheduler:
                 for i, group in enumerate(groups)
                 for member in group.members
             }
-        if not self._groups:
+        if not self._groups and not step.plan.inits:
             return
+        alone = len(self._groups) + 1
         for entry in step.entries:
             entry.span.group, entry.span.common = self._groups.get(entry.span.slot, (0, 0))
-        step.entries.sort(key=lambda entry: entry.span.group or len(self._running) + 1)
+        step.entries.sort(key=lambda entry: (entry.span.fresh, entry.span.group or alone))
         step.plan.spans = [entry.span for entry in step.entries]
 
     def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
@@ -407,6 +408,7 @@ class Scheduler:
             drafts=claim.drafts,
             propose=claim.propose,
             sample=claim.sample,
+            fresh=sequence.scheduled == 0,
             top=self._top(params.logprobs),
             prompt_top=self._top(params.prompt_logprobs),
         )

@@ -80,6 +80,7 @@ class RowLayout:
         host_max_context: an upper bound of the largest position + 1.
         branches: set when some of the sequences are chains.
         common: set when some of the sequences have keys in common that are worth an attention of their own.
+        num_fresh: how many of the last sequences have no key before their rows, as far as the host tells.
         derived: the reference's plans, by attention geometry; not an input.
     """
 
@@ -94,4 +95,5 @@ class RowLayout:
     host_max_context: int
     branches: Branches | None = None
     common: CommonKeys | None = None
+    num_fresh: int = 0
     derived: dict[object, AttentionPlan] = field(default_factory=dict, init=False, repr=False)

@@ -56,6 +56,10 @@ class Span:
     """
     common: int = 0
     """Tokens in those blocks; all stand before the rows of the group."""
+    fresh: bool = False
+    """Whether nothing stands before its rows: a prompt that begins, without a cached prefix. Such spans are a
+    plan's last.
+    """
     chains: int = 0
     """Hedge chains to verify beside the drafts, where they were made with them, and to make for the next
     round. Left out where the span does not run as a round.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from torch import Tensor
@@ -106,6 +107,7 @@ def build_rows(spans: Sequence[Span], state: SlotState, staging: Staging, max_co
         num_computed=state.num_computed,
         host_rows=tuple(span.rows for span in spans),
         host_max_context=max_context,
+        num_fresh=sum(1 for _ in takewhile(lambda span: span.fresh, reversed(spans))),
     )
     return StepRows(
         layout=layout,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def warm_up(runner: Runner, limits: StepLimits) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0}
     random: dict[str, Any] = {"top_k": 50, "top_p": 0.9, "min_p": 0.1}
     drawing = _drawing(limits, top)
-    steps = [(drawing, greedy), (drawing, random)]
+    beginning = [replace(span, fresh=True) for span in drawing]  # prompts' own kernel, too
+    steps = [(drawing, greedy), (beginning, random)]
     if drawing[0].prompt_rows < PROMPT_LOGPROB_ROWS:  # more are scored at once where nobody draws
         steps.append((_prompts(limits, top), greedy))
     for spans, way in steps:
