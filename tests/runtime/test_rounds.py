@@ -83,7 +83,7 @@ def round_core(
     )
     assert runner.rounds is not None
     runner.rounds.captured = True
-    runner.passes = runner.make_passes(reference.info.max_model_len)
+    runner.passes = runner.make_passes(reference.info.max_model_len, 512)
     limits = (
         DraftLimits()
         if drafter is None

@@ -77,7 +77,7 @@ def make_runner(
     )
     if runner.rounds is not None and rounds == "eager":
         runner.rounds.captured = True
-        runner.passes = runner.make_passes(shape.length)
+        runner.passes = runner.make_passes(shape.length, 512)
     return runner
 
 

@@ -164,6 +164,7 @@ class _Parts:
             _allocate(self.model.config, memory.target_blocks, engine.block_size, dtype, device),
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             device=device,
             eos_token_ids=self.eos_token_ids,
             drafter=drafter,

@@ -1,14 +1,15 @@
 """Short passes over rows as CUDA graphs: the layers of the target, for steps that are no rounds.
 
 A prompt's last rows behind a cached prefix, or a short prompt, take less time to compute than their layers
-take to launch. Rows of any spans up to a few hundred are therefore padded to one of a few sizes and go
-through the layers in one replay; what comes before (which rows) and after (sampling, drafting) differs from
-step to step and stays a matter of ordinary launches. Rows of padding are written nowhere.
+take to launch. Rows of any spans up to some two thousand are therefore padded to one of a few sizes, as far
+as that is worth it, and go through the layers in one replay; what comes before (which rows) and after
+(sampling, drafting) differs from step to step and stays a matter of ordinary launches. Rows of padding are
+written nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,11 +21,15 @@ from paceline.runtime.graphs import Captured, CaptureStream
 from paceline.runtime.rows import StepRows
 from paceline.runtime.state import SlotState
 
-PASS_ROWS = (32, 64, 128, 256, 512)
-"""More rows than the last take longer to compute than to launch."""
+PASS_ROWS = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+"""Close enough where rows take time: up to 256 of them the weights do, which are read once."""
 
-PASS_SEQS = (1, 4)
-"""Few, because attention hands out tiles for every sequence that could be there."""
+LAUNCH_ROWS = 2048
+"""So many rows take as long to compute as their layers take to launch (Qwen3-4B on one H200: 28 ms)."""
+
+FEW_ROWS, FEW_SEQS, MANY_SEQS = 256, (1, 4), 16
+"""Sequences that passes of up to so many rows are for, and those of more: attention hands out tiles for every
+sequence that could be there, which tells where the rows' own are few."""
 
 
 class RowPass:
@@ -37,6 +42,7 @@ class RowPass:
         state: the slots; the spare one stands in where there is no sequence.
         taps: layers whose outputs are wanted.
         max_model_len: longest sequence in tokens.
+        output: where to leave what comes out, [>= R, d] and [>= R, n * d].
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class RowPass:
         state: SlotState,
         taps: tuple[int, ...],
         max_model_len: int,
+        output: ForwardOutput,
     ) -> None:
         def ints(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=state.device)
@@ -55,6 +62,7 @@ class RowPass:
         self.num_rows, self.num_seqs = num_rows, num_seqs
         self._model, self._cache, self._state, self._taps = model, cache, state, taps
         self._max_context = max_model_len
+        self._output = output
         self._tokens, self._positions, self._row_seq = ints(num_rows), ints(num_rows), ints(num_rows)
         self._kv_slots = ints(num_rows, torch.int64) - 1
         self._slots, self._row_start = ints(num_seqs) + state.spare, ints(num_seqs + 1)
@@ -76,7 +84,9 @@ class RowPass:
             target[: len(values)].copy_(values)
 
     def __call__(self) -> ForwardOutput:
-        """Run the layers on the rows filled in; see :meth:`Qwen3ForCausalLM.forward`."""
+        """Run the layers on the rows filled in; see :meth:`Qwen3ForCausalLM.forward`. The output is the same
+        memory for all passes, whatever rows they have.
+        """
         layout = RowLayout(
             slots=self._slots,
             row_start=self._row_start,
@@ -89,7 +99,11 @@ class RowPass:
             host_max_context=self._max_context,
         )
         context = PagedContext(self._cache, layout)
-        return self._model(self._tokens, self._positions, context, self._taps)  # type: ignore[no-any-return]
+        made = self._model(self._tokens, self._positions, context, self._taps)
+        hidden = self._output.hidden[: self.num_rows].copy_(made.hidden)
+        if self._output.taps is None:
+            return ForwardOutput(hidden, None)
+        return ForwardOutput(hidden, self._output.taps[: self.num_rows].copy_(made.taps))
 
 
 class PassSet:
@@ -97,21 +111,27 @@ class PassSet:
 
     Args:
         make: a pass of so many rows and sequences.
+        max_rows: rows of a step at most; no pass has more.
         where: where to capture; None runs the passes as they are, which is how they are tested on a CPU.
 
     Attributes:
         missing: sizes (rows, sequences) that are still to be captured, the next one last.
     """
 
-    def __init__(self, make: Callable[[int, int], RowPass], where: CaptureStream | None) -> None:
+    def __init__(
+        self, make: Callable[[int, int], RowPass], max_rows: int, where: CaptureStream | None
+    ) -> None:
         self._make, self._where = make, where
+        self._sizes = pass_sizes(max_rows)
         self._passes: dict[tuple[int, int], tuple[RowPass, Callable[[], ForwardOutput]]] = {}
-        self.missing = [(rows, seqs) for seqs in PASS_SEQS for rows in PASS_ROWS][::-1]
+        self.missing = sorted(self._sizes, key=lambda size: size[::-1], reverse=True)
 
     def forward(self, rows: StepRows) -> ForwardOutput | None:
-        """The layers' output for a step's rows, overwritten by the next call; None when they do not fit."""
+        """The layers' output for a step's rows, overwritten by the next call; None when they fit no pass, or
+        none that is worth its padding.
+        """
         num_rows, num_seqs = len(rows.tokens), len(rows.layout.host_rows)
-        size = smallest_pass(num_rows, num_seqs)
+        size = choose_pass(num_rows, num_seqs, self._sizes)
         if size is None:
             return None
         row_pass, run = self._get(size)
@@ -134,8 +154,8 @@ class PassSet:
         return True
 
     def capture_largest(self) -> None:
-        """Capture the pass that needs most memory."""
-        self._get((PASS_ROWS[-1], PASS_SEQS[-1]))
+        """Capture the pass that needs most memory: all others then find room in what it leaves."""
+        self._get(self._sizes[-1])
 
     def _get(self, size: tuple[int, int]) -> tuple[RowPass, Callable[[], ForwardOutput]]:
         if size not in self._passes:
@@ -146,8 +166,24 @@ class PassSet:
         return self._passes[size]
 
 
-def smallest_pass(num_rows: int, num_seqs: int) -> tuple[int, int] | None:
-    """The smallest (rows, sequences) that holds a step."""
-    rows = next((size for size in PASS_ROWS if size >= num_rows), None)
-    seqs = next((size for size in PASS_SEQS if size >= num_seqs), None)
-    return None if rows is None or seqs is None else (rows, seqs)
+def pass_sizes(max_rows: int) -> list[tuple[int, int]]:
+    """Rows and sequences of all passes for steps of up to ``max_rows`` rows, ascending."""
+    rows = [size for size in PASS_ROWS if size < max_rows]
+    if max_rows <= PASS_ROWS[-1]:
+        rows.append(max_rows)
+    return [(size, seqs) for size in rows for seqs in (FEW_SEQS if size <= FEW_ROWS else (MANY_SEQS,))]
+
+
+def choose_pass(num_rows: int, num_seqs: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """The smallest of the ascending ``sizes`` that holds a step, if its padding is worth it.
+
+    Launched kernel by kernel, a step takes as long as launching or computing, whichever is longer; a pass, as
+    long as its rows and the padding take to compute. It must save at least what the padding costs: while the
+    device is busy with earlier steps, launching costs nothing, and padding delays what comes after.
+    """
+    found = next((size for size in sizes if size[0] >= num_rows and size[1] >= num_seqs), None)
+    if found is None:
+        return None
+    padding = found[0] - num_rows
+    saved = max(LAUNCH_ROWS, num_rows) - found[0]
+    return found if saved >= padding else None

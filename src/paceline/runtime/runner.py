@@ -22,7 +22,7 @@ from paceline.runtime.drafting import DraftStage
 from paceline.runtime.failures import FailureLog
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
-from paceline.runtime.passes import PassSet, RowPass
+from paceline.runtime.passes import LAUNCH_ROWS, PASS_ROWS, PassSet, RowPass
 from paceline.runtime.plan import DoneStep, PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
@@ -57,6 +57,7 @@ class Runner:
         cache: its K/V blocks.
         max_num_seqs: slots.
         max_model_len: longest sequence in tokens.
+        max_num_batched_tokens: rows of a step at most.
         device: where model and cache are.
         eos_token_ids: tokens that end a sequence; not drawn before a request's ``min_tokens``.
         drafter: drafts beside the target; None for none.
@@ -79,6 +80,7 @@ class Runner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int = LAUNCH_ROWS,
         device: torch.device,
         eos_token_ids: Sequence[int] = (),
         drafter: Drafter | None = None,
@@ -133,7 +135,7 @@ class Runner:
             )
         self.passes: PassSet | None = None
         if self.rounds is not None and self.rounds.captured:
-            self.passes = self.make_passes(max_model_len)
+            self.passes = self.make_passes(max_model_len, max_num_batched_tokens)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
@@ -159,9 +161,13 @@ class Runner:
             pending.append(self._run_part(plan, part, is_first=not pending))
         return pending[0] if len(pending) == 1 else _Merged(parts, pending)
 
-    def make_passes(self, max_model_len: int) -> PassSet:
+    def make_passes(self, max_model_len: int, max_num_batched_tokens: int) -> PassSet:
         """Passes over rows of fixed sizes, captured where rounds are."""
         taps = () if self.drafting is None else tuple(self.drafting.taps)
+        most = min(max_num_batched_tokens, PASS_ROWS[-1])
+        weight = self.model.embed_tokens.weight  # [V, d]
+        hidden = weight.new_empty(most, weight.shape[1])
+        tapped = weight.new_empty(most, len(taps) * weight.shape[1]) if taps else None
         make = partial(
             RowPass,
             model=self.model,
@@ -169,8 +175,10 @@ class Runner:
             state=self.state,
             taps=taps,
             max_model_len=max_model_len,
+            output=ForwardOutput(hidden, tapped),
         )
-        return PassSet(make, None if self.rounds is None else self.rounds.where)
+        where = None if self.rounds is None else self.rounds.where
+        return PassSet(make, max_num_batched_tokens, where)
 
     def _run_part(self, plan: StepPlan, part: Part, *, is_first: bool) -> PendingStep:
         """Run some spans of a step: as a round where that works, else by rows. Once others have run, the step
