@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.triton.dependent import await_previous, dependent_launch
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -30,5 +33,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     if rows.shape[0]:
         grid = (rows.shape[0], triton.cdiv(width, BLOCK))
-        _silu_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK=BLOCK, num_warps=4)
+        options = dependent_launch(rows.device)
+        _silu_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK=BLOCK, num_warps=4, **options)
     return out

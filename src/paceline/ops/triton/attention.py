@@ -38,6 +38,7 @@ from paceline.ops.triton.attention_config import (
     fixed_config,
     num_tiles,
 )
+from paceline.ops.triton.dependent import await_previous, dependent_launch
 
 HEAD_DIMS = (32, 64, 128)
 _LOG2_E = 1.4426950408889634
@@ -212,7 +213,9 @@ def _attention_kernel(
     CHUNK: tl.constexpr,  # 0: none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     # a prompt's last rows see the most keys: where tiles wait for each other, they come first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -495,4 +498,5 @@ def _launch(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(q.device),
     )

@@ -22,9 +22,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
+from paceline.ops.triton.dependent import await_previous, dependent_launch
 
 GROUP_ROWS = tl.constexpr(16)
 """Tiles of rows that pass the weights together: 2,048 rows of Qwen3-4B take a fifth of an H200's L2 cache."""
+
+DEPENDENT_ROWS = 32
+"""Rows up to which the kernel is launched before its predecessor has ended. With more it does not pay: a pass
+of 64 rows of Qwen3-4B took 3.59 ms instead of 3.30 on an H200, one of 32 rows 3.19 instead of 3.29.
+"""
 
 
 @triton.jit
@@ -92,6 +98,7 @@ def _matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -112,6 +119,7 @@ def _matmul_kernel(
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     BREADTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     begin = split * CHUNKS * chunk
+    await_previous(DEPENDENT)
     total, up_total = _sum(
         x, weight, up_weight, x_at, w_at, first_row, first_column, first_column + width, begin, chunk, depth,
         SWIGLU, EVEN, TMA, SWAP, HEIGHT, BREADTH, BLOCK_K,
@@ -233,5 +241,6 @@ def matmul(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(x.device, rows <= DEPENDENT_ROWS),
     )
     return out

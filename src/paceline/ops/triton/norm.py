@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.triton.dependent import await_previous, dependent_launch
+
 
 # Not specialised: a new batch size must not compile a new kernel while serving.
 @triton.jit(do_not_specialize=["part_stride", "num_parts"])
@@ -28,7 +30,9 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,  # x is [num_parts, R, dim] fp32
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < dim
@@ -76,6 +80,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
             PARTS=x.dim() > like.dim(),
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **dependent_launch(x.device),
         )
     return out, total
 

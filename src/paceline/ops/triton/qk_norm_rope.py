@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.ops.triton.dependent import await_previous, dependent_launch
+
 HEADS, WARPS = 4, 2
 """Of a program: enough bytes in flight per warp for long prefills, enough programs for one row."""
 
@@ -31,7 +33,9 @@ def _qk_norm_rope_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     low = tl.arange(0, HALF)[None, :]
@@ -149,4 +153,5 @@ def _launch(
         HALF=head_dim // 2,
         HEADS=HEADS,
         num_warps=WARPS,
+        **dependent_launch(qkv.device),
     )

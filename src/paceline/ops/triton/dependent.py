@@ -1,0 +1,44 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# (Triton kernels are a language of their own inside Python's syntax.)
+"""Kernels that start before the one they wait for has ended (programmatic dependent launch, NVIDIA Hopper and
+later).
+
+A decode round is a chain of some three hundred kernels of a few microseconds, and each that waits to be
+launched until its predecessor has ended loses one or two. Here it is launched as soon as every program of the
+predecessor runs, and waits for the predecessor's end on the device (CUDA programming guide, "Programmatic
+Dependent Launch and Synchronization").
+
+The rule that keeps this right: a kernel launched with ``dependent_launch`` calls ``await_previous`` in every
+program, before it reads or writes anything. The wait is for the predecessor's end, all its writes included,
+and the predecessor had waited likewise: whatever came earlier has ended too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def dependent_launch(device: torch.device, pays: bool = True) -> dict[str, Any]:
+    """Arguments of a launch: ``DEPENDENT`` for the kernel, and what the launcher must be told.
+
+    Args:
+        device: of the tensors.
+        pays: whether an early launch is worth it.
+    """
+    if not pays or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}
+
+
+@triton.jit
+def await_previous(DEPENDENT: tl.constexpr):
+    """Wait until the kernel before this one has ended, and let the one after this one be launched."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
