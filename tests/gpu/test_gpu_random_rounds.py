@@ -16,7 +16,7 @@ from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from support.engines import GOLDEN
-from support.random_rounds import RandomRounds, Shape, kept, make_runner, run_both
+from support.random_rounds import RandomRounds, Shape, make_runner, run_both
 
 pytestmark = pytest.mark.gpu
 
@@ -27,11 +27,7 @@ def check(model: Qwen3ForCausalLM, drafter: Drafter, shape: Shape, count: int, s
     captured = make_runner(model, drafter, shape, "captured")
     eager = make_runner(model, drafter, shape, "eager")
     rounds = RandomRounds(shape, drafter.config.max_drafts, model.config.vocab_size, seed)
-    mixed = 0
-    for _ in range(count // 50):
-        mixed += run_both(captured, eager, rounds, 50, exact=True)
-        ours, theirs = kept(captured, shape), kept(eager, shape)
-        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    mixed = run_both(captured, eager, rounds, count, exact=True)
     assert mixed > count // 10, "truncated spans beside full ones"
 
 

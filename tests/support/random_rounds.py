@@ -48,8 +48,8 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Blocks of a sequence, with room for drafts behind the longest."""
-        return -(-(self.length + 64) // BLOCK)
+        """Blocks of a sequence, with room for a block of drafts behind the longest."""
+        return -(-(self.length + 16) // BLOCK)
 
 
 def make_runner(
@@ -103,6 +103,7 @@ def kept(runner: Runner, shape: Shape) -> dict[str, Tensor]:
     assert runner.drafting is not None
     own = slice(0, shape.slots * shape.columns)
     return {
+        "tables": runner.state.block_tables[: shape.slots],
         "tokens": runner.state.tokens[: shape.slots],
         "num_computed": runner.state.num_computed[: shape.slots],
         "k": runner.cache.k[:, own],
@@ -110,6 +111,16 @@ def kept(runner: Runner, shape: Shape) -> dict[str, Tensor]:
         "draft k": runner.drafting.cache.k[:, own],
         "draft v": runner.drafting.cache.v[:, own],
     }
+
+
+def differing(first: Runner, second: Runner, shape: Shape) -> list[str]:
+    """What two runners keep differently, and where it first differs."""
+    ours, theirs = kept(first, shape), kept(second, shape)
+    return [
+        f"{name} at {(ours[name] != theirs[name]).nonzero()[0].tolist()}"
+        for name in ours
+        if not torch.equal(ours[name], theirs[name])
+    ]
 
 
 class RandomRounds:
@@ -122,10 +133,13 @@ class RandomRounds:
         num_drafts: of their drafter.
         vocab_size: of their model.
         seed: of all choices.
+
+    Attributes:
+        shape: the same.
     """
 
     def __init__(self, shape: Shape, num_drafts: int, vocab_size: int, seed: int) -> None:
-        self._shape, self._num_drafts, self._vocab_size = shape, num_drafts, vocab_size
+        self.shape, self._num_drafts, self._vocab_size = shape, num_drafts, vocab_size
         self._rng = random.Random(seed)
         blocks = list(range(shape.slots * shape.columns))
         self._rng.shuffle(blocks)
@@ -137,7 +151,7 @@ class RandomRounds:
 
     def plan(self) -> StepPlan:
         """The next round."""
-        rng, shape = self._rng, self._shape
+        rng, shape = self._rng, self.shape
         plan = StepPlan(self._num_plans, max_context=shape.length)
         self._num_plans += 1
         for slot in rng.sample(range(shape.slots), rng.randint(1, shape.slots)):
@@ -154,7 +168,7 @@ class RandomRounds:
         return plan
 
     def _begin(self, plan: StepPlan, slot: int) -> None:
-        rng, shape = self._rng, self._shape
+        rng, shape = self._rng, self.shape
         longest = shape.length - self._num_drafts - 1
         edge = 2 ** rng.randint(0, longest.bit_length())
         length = rng.randint(1, longest)
@@ -176,7 +190,8 @@ class RandomRounds:
 
 def run_both(first: Runner, second: Runner, rounds: RandomRounds, count: int, *, exact: bool) -> int:
     """Run the same rounds on both, which must report the same: log-probabilities bit for bit when ``exact``,
-    else about. Returns how many rounds had spans with fewer drafts beside others with more.
+    else about, and then the state they keep as well. Returns how many rounds had spans with fewer drafts
+    beside others with more.
     """
     mixed = 0
     for _ in range(count):
@@ -184,6 +199,7 @@ def run_both(first: Runner, second: Runner, rounds: RandomRounds, count: int, *,
         ours, theirs = (runner.launch(plan).result() for runner in (first, second))
         where = f"round {plan.step}: {plan.spans}"
         if exact:
+            assert differing(first, second, rounds.shape) == [], where
             assert ours == theirs, where
         for a, b in zip(ours, theirs, strict=True):
             assert a.tokens == b.tokens, where

@@ -86,6 +86,8 @@ class SlotState:
     def _write_rows(self, target: Tensor, pieces: list[tuple[int, int, np.ndarray]]) -> None:
         """Write each (row, first column, values) into ``target`` with one upload and one scatter."""
         width = target.shape[1]
+        # a piece that ran on into the next row would change what another sequence reads
+        assert all(first + piece.size <= width for _, first, piece in pieces)
         values = np.concatenate([piece for _, _, piece in pieces])
         index = np.concatenate(
             [np.arange(piece.size, dtype=np.int64) + (row * width + first) for row, first, piece in pieces]
