@@ -15,7 +15,7 @@ from paceline.cache import (
     CacheCleared,
     SequenceBlocks,
 )
-from paceline.cache.pool import Lineage
+from paceline.cache.lineage import Lineage
 from paceline.errors import ConfigError, InvariantError
 
 P = 4

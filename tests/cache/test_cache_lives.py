@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from paceline.cache import BlockEvent, BlockPool, BlockRemoved, BlockStored, SequenceBlocks
-from paceline.cache.pool import Lineage
+from paceline.cache.lineage import Lineage
 from paceline.errors import InvariantError
 
 Text = tuple[

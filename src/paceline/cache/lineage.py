@@ -7,11 +7,15 @@ import secrets
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from paceline.cache.common import common_length
 from paceline.errors import ConfigError, InvariantError
 
 HASH_BYTES = 16
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # above 64, BLAKE2b takes no key
+MAX_RECENT = 16
+"""Chains kept for others that begin alike: about as many system prompts are in use at a time."""
 
 
 class LineageHasher:
@@ -90,38 +94,74 @@ class LineageHasher:
         return self._packer.unpack(packed)
 
 
+class Lineage(NamedTuple):
+    """What a full block holds.
+
+    Attributes:
+        depth: blocks before it.
+        hash: its 16-byte identity.
+        parent: identity of the one before it, or the salt's root hash.
+        packed: its tokens, packed.
+    """
+
+    depth: int
+    hash: bytes
+    parent: bytes
+    packed: bytes
+
+
 class LineageChain:
-    """The hashes of one growing sequence's full blocks. Each block is hashed once.
+    """The lineages of one growing sequence's full blocks. Each block is hashed once, or taken from a chain
+    that was hashed before from the same tokens under the same salt.
 
     The chain remembers what it has hashed, so every call must be given the tokens of the same sequence, from
     its start; ``verify`` says whether that was so.
 
+    Args:
+        hasher: what hashes.
+        recent: chains to take from.
+        salt: what the lineages start from.
+
     Attributes:
         root: the salt's hash, parent of block 0.
-        hashes: hash of each hashed block, in order.
-        packed: its tokens, packed.
+        hashes: hash of each block that is known, in order.
+        lineages: the same blocks.
+        packed: their tokens, packed.
     """
 
-    __slots__ = ("_hasher", "hashes", "packed", "root")
+    __slots__ = ("_hasher", "_recent", "hashes", "lineages", "packed", "root")
 
-    def __init__(self, hasher: LineageHasher, salt: bytes = b"") -> None:
+    def __init__(self, hasher: LineageHasher, recent: RecentChains, salt: bytes = b"") -> None:
         self._hasher = hasher
+        self._recent = recent
         self.root = hasher.root(salt)
         self.hashes: list[bytes] = []
-        self.packed: list[bytes] = []
+        self.lineages: list[Lineage] = []
+        self.packed = bytearray()
 
     def extend(self, tokens: Sequence[int], num_blocks: int) -> None:
-        """Hash what is missing so that the first ``num_blocks`` blocks of ``tokens`` are covered."""
-        hasher, hashes = self._hasher, self.hashes
-        if len(hashes) >= num_blocks:
-            return
-        parent = hashes[-1] if hashes else self.root
-        content, size = hasher.pack_blocks(tokens, len(hashes), num_blocks), 4 * hasher.block_size
-        for first in range(0, len(content), size):
+        """See to it that at least the first ``num_blocks`` blocks of ``tokens`` are known."""
+        missing = num_blocks - len(self.hashes)
+        if missing > 1:  # one more block is hashed faster than looked for
+            self._recent.take_over(self, self._hasher.pack_blocks(tokens, 0, num_blocks))
+        if missing > 0:
+            self._hash(tokens, num_blocks)
+        if missing > 1:
+            self._recent.add(self)
+
+    def _hash(self, tokens: Sequence[int], num_blocks: int) -> None:
+        hasher, hashes, lineages = self._hasher, self.hashes, self.lineages
+        known, size = len(hashes), 4 * hasher.block_size
+        content = hasher.pack_blocks(tokens, known, num_blocks)
+        parent = self.parent(known)
+        for index in range(known, num_blocks):
+            first = (index - known) * size
             packed = content[first : first + size]
-            parent = hasher.child(parent, packed)
-            hashes.append(parent)
-            self.packed.append(packed)
+            hash_ = hasher.child(parent, packed)
+            hashes.append(hash_)
+            lineages.append(Lineage(index, hash_, parent, packed))
+            parent = hash_
+        self.packed += content
 
     def parent(self, index: int) -> bytes:
         """Hash of the block before block ``index``."""
@@ -129,18 +169,62 @@ class LineageChain:
 
     def verify(self, tokens: Sequence[int], start: int, stop: int) -> None:
         """Raise InvariantError unless blocks ``start`` to ``stop`` were hashed from these very tokens."""
-        hashed = b"".join(self.packed[start:stop])
-        if not hashed or self._hasher.pack_blocks(tokens, start, stop) == hashed:
+        hasher, size = self._hasher, 4 * self._hasher.block_size
+        if self.packed[start * size : stop * size] == hasher.pack_blocks(tokens, start, stop):
             return
-        for index in range(start, stop):
-            packed = self._hasher.pack(tokens, index)
-            if packed != self.packed[index]:
-                before, now = self._hasher.unpack(self.packed[index]), self._hasher.unpack(packed)
+        for lineage in self.lineages[start:stop]:
+            packed = hasher.pack(tokens, lineage.depth)
+            if packed != lineage.packed:
+                before, now = hasher.unpack(lineage.packed), hasher.unpack(packed)
                 raise InvariantError(
-                    f"the tokens of block {index} changed after it was hashed: {before} became {now}"
+                    f"the tokens of block {lineage.depth} changed after it was hashed: {before} became {now}"
                 )
 
-    def inherit(self, parent: LineageChain, num_blocks: int) -> None:
-        """Take over the first ``num_blocks`` hashes of ``parent``, as far as it has them."""
-        self.hashes = parent.hashes[:num_blocks]
-        self.packed = parent.packed[:num_blocks]
+    def inherit(self, other: LineageChain, num_blocks: int) -> None:
+        """Know what ``other`` knows of its first ``num_blocks`` blocks, in place of what is known so far."""
+        self.hashes = other.hashes[:num_blocks]
+        self.lineages = other.lineages[:num_blocks]
+        self.packed = other.packed[: num_blocks * 4 * self._hasher.block_size]
+
+
+class RecentChains:
+    """The chains that were hashed last, for prompts that begin like one of them: finding out how far two
+    prompts agree is far cheaper than hashing them.
+
+    Of prompts that are alike the last is kept, so that a few suffice.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = 4 * block_size
+        self._chains: list[LineageChain] = []  # the oldest first
+
+    def take_over(self, chain: LineageChain, packed: bytes) -> None:
+        """Let ``chain``, whose tokens begin with ``packed``, inherit as many blocks as any chain has of them,
+        if it does not know as many.
+        """
+        best, most = None, len(chain.hashes)
+        for other in reversed(self._chains):
+            common = self._common(chain, packed, other)
+            if common > most:
+                best, most = other, common
+        if best is not None:
+            chain.inherit(best, most)
+            if 2 * most >= len(best.hashes):
+                self._chains.remove(best)
+
+    def add(self, chain: LineageChain) -> None:
+        """Keep a chain, at the cost of the oldest."""
+        if chain in self._chains:
+            self._chains.remove(chain)
+        self._chains.append(chain)
+        del self._chains[:-MAX_RECENT]
+
+    def _common(self, chain: LineageChain, packed: bytes, other: LineageChain) -> int:
+        """Blocks that ``other`` has in common with tokens of ``chain``."""
+        first = slice(self._size)
+        if other.root != chain.root or other.packed[first] != packed[first]:
+            return 0
+        return common_length(other.packed, packed) // self._size

@@ -16,32 +16,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.cache.common import common_length
 from paceline.cache.events import BlockEvent, BlockRemoved, BlockStored, CacheCleared
-from paceline.cache.lineage import LineageChain, LineageHasher
+from paceline.cache.lineage import Lineage, LineageChain, LineageHasher, RecentChains
 from paceline.errors import ConfigError, InvariantError
 
 if TYPE_CHECKING:
     from paceline.cache.sequence import SequenceBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """What a full block holds.
-
-    Attributes:
-        index: which block of a sequence it is, from 0.
-        hash: its 16-byte identity.
-        parent: identity of block ``index - 1``, or the salt's root hash.
-        packed: its tokens, packed.
-    """
-
-    index: int
-    hash: bytes
-    parent: bytes
-    packed: bytes
 
 
 class BlockPool:
@@ -88,6 +71,7 @@ class BlockPool:
         self.num_hit_tokens = 0
         self.version = 0
         self.hasher = LineageHasher(block_size, hash_key)
+        self._recent = RecentChains(block_size)
         self._on_event = on_event
         self._refs = [0] * num_blocks
         # What each block is known to hold: its lineage once full, registered or duplicate; None otherwise.
@@ -115,7 +99,7 @@ class BlockPool:
 
     def chain(self, salt: bytes = b"") -> LineageChain:
         """Root of a lineage, to hash a sequence's full blocks as it grows."""
-        return LineageChain(self.hasher, salt)
+        return LineageChain(self.hasher, self._recent, salt)
 
     def reset(self) -> bool:
         """Drop all cached content, say after new weights were loaded.
@@ -144,22 +128,20 @@ class BlockPool:
     def find(self, chain: LineageChain, tokens: Sequence[int]) -> list[int]:
         """Ids of the longest registered prefix of ``tokens``, leaving at least one token to forward."""
         found: list[int] = []
-        if not self.enable_caching:
-            return found
-        index, lineages, hashes, parent = self._index, self._lineages, chain.hashes, chain.root
-        for i in range((len(tokens) - 1) // self.block_size):
-            if i == len(hashes):  # hash up to the first miss, not the whole prompt
-                chain.extend(tokens, i + 1)
-            block = index.get(hashes[i])
-            if block is None:
-                break
+        limit = (len(tokens) - 1) // self.block_size if self.enable_caching else 0
+        while len(found) < limit:
+            start = len(found)
+            # Hash about as far as there are hits, not the whole prompt.
+            chain.extend(tokens, min(start + max(1, start), limit))
+            lineages = chain.lineages[start:limit]
+            blocks = [b for b in map(self._index.get, chain.hashes[start:limit]) if b is not None]
+            held = list(map(self._lineages.__getitem__, blocks))
             # 128 keyed bits collide neither by chance nor on purpose, but comparing the tokens is cheaper
             # than having to believe that.
-            lineage = lineages[block]
-            if lineage is None or lineage.packed != chain.packed[i] or lineage.parent != parent:
+            agree = len(held) if held == lineages else common_length(held, lineages)
+            found += blocks[:agree]
+            if agree < len(lineages):
                 break
-            found.append(block)
-            parent = hashes[i]
         return found
 
     def is_registered(self, hash_: bytes) -> bool:
@@ -168,8 +150,7 @@ class BlockPool:
 
     def count_free(self, ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds."""
-        refs = self._refs
-        return sum(refs[block] == 0 for block in ids)
+        return list(map(self._refs.__getitem__, ids)).count(0)
 
     def share(self, ids: Sequence[int]) -> None:
         """Add one holder to each block; one that was free keeps its content and leaves the LRU."""
@@ -234,10 +215,10 @@ class BlockPool:
         Raises:
             InvariantError: ``computed`` does not reach the block's last row, or the block is already known.
         """
-        needed = self.block_size * (lineage.index + 1)
+        needed = self.block_size * (lineage.depth + 1)
         if needed > computed:
             raise InvariantError(
-                f"block {lineage.index} of a sequence would be registered with {computed} rows forwarded; "
+                f"block {lineage.depth} of a sequence would be registered with {computed} rows forwarded; "
                 f"it is full at {needed}"
             )
         if self._refs[block] < 1 or self._lineages[block] is not None:
@@ -365,7 +346,7 @@ class BlockPool:
         for block in self._index.values():
             lineage = self._lineages[block]
             parent = None if lineage is None else self._index.get(lineage.parent)
-            if lineage is None or lineage.index == 0:
+            if lineage is None or lineage.depth == 0:
                 continue
             if parent is None:
                 raise InvariantError(f"block {block} can be matched, its parent was evicted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from paceline.cache.pool import BlockPool, Lineage
+from paceline.cache.pool import BlockPool
 from paceline.errors import InvariantError
 
 
@@ -207,9 +207,8 @@ class SequenceBlocks:
         known = len(chain.hashes)
         chain.extend(tokens, num_full)
         chain.verify(tokens, start, min(known, num_full))  # those hashed at admission
-        for index in range(start, num_full):
-            lineage = Lineage(index, chain.hashes[index], chain.parent(index), chain.packed[index])
-            self._pool.register(self.ids[index], lineage, self.computed)
+        for lineage in chain.lineages[start:num_full]:
+            self._pool.register(self.ids[lineage.depth], lineage, self.computed)
         self._num_known = num_full
 
     def _adopt(self, ids: list[int]) -> None:
