@@ -133,7 +133,8 @@ def test_draft_best(
     if rank:
         table, weight = random(9, rank, dtype=dtype), random(vocab, rank, dtype=dtype) / rank**0.5
         weight[tied] = weight[7].clone()
-        low_rank = LowRank(table, torch.randint(9, (blocks,), device=DEVICE), weight)
+        previous = torch.randint(9, (blocks, 2), device=DEVICE)[:, 0]  # as the best of two is kept
+        low_rank = LowRank(table, previous, weight)
     noise = block_noise(blocks, vocab) if noisy else None
     best, two = (kernels.draft_best(logits, low_rank, noise, first=2, count=n) for n in (1, 2))
     on_host = logits.cpu(), on_cpu(low_rank), on_cpu(noise)
@@ -270,8 +271,14 @@ def test_counters_are_back_at_zero(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64)])
-def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64), (14, 2, 32)])
+def test_qk_norm_rope_write(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], many: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("paceline.ops.triton.qk_norm_rope"), "FEW_ROWS", 0 if many else 6
+    )
     num_heads, num_kv_heads, head_dim = heads
     qkv = random(6, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q_norm, k_norm = random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)
@@ -286,6 +293,16 @@ def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: to
     close(q, reference.qk_norm_rope_write(*args, by_reference[0], by_reference[1]))
     close(caches, by_reference)
     written = kv_slots >= 0
+    kept, kept_by_reference = qkv.clone(), qkv.clone()
+    assert torch.equal(kernels.qk_norm_rope_write(kept, *args[1:], *caches, keep_keys=True), q)
+    reference.qk_norm_rope_write(kept_by_reference, *args[1:], *by_reference, keep_keys=True)
+    close(kept, kept_by_reference)
+    keys = torch.arange(qkv.shape[1] // head_dim, device=DEVICE) // num_heads == 1
+    keys[num_heads + num_kv_heads :] = False
+    changed = kept.view(6, -1, head_dim) != qkv.view(6, -1, head_dim)
+    assert changed[:, keys].any(dim=-1).all() and not changed[:, ~keys].any()
+    k = kept.view(6, -1, head_dim)[written, num_heads:-num_kv_heads]
+    assert torch.equal(caches[0].view(32, num_kv_heads, head_dim)[kv_slots[written]], k)
     v = qkv.view(6, -1, head_dim)[written, -num_kv_heads:]
     assert torch.equal(caches[1].view(32, num_kv_heads, head_dim)[kv_slots[written]], v)
     if dtype == torch.float32:
@@ -465,6 +482,50 @@ def test_bidirectional_attention(kernels: Any, config: int, window: int | None) 
     scene = make_scene([(33, 8), (0, 21), (15, 1)], device=DEVICE)
     out = attend(kernels, scene, window, bidirectional=True, config=configs()[config])
     close(out, scene.expected(window, bidirectional=True))
+
+
+FRESH = [(0, 70), (0, 64), (0, 1), (0, 130)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2, 32), (3, 1, 128), (4, 4, 64)])
+@pytest.mark.parametrize("others", [[], [(50, 1)], [(15, 8), (3, 77), (64, 1)]])
+def test_attention_of_prompts_that_begin(
+    kernels: Any, others: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Their keys are rows of the step: what the cache holds for them is not read, nor any other row."""
+    if dtype == torch.float32 and not INTERPRETED:
+        dtype = torch.float16
+    num_heads, num_kv_heads, head_dim = heads
+    scene = make_scene(
+        [*others, *FRESH],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=DEVICE,
+    )
+    layout, expected = scene.layout, scene.expected()
+    caches = [cache.view(-1, num_kv_heads, head_dim) for cache in (scene.k_cache, scene.v_cache)]
+    own = torch.full_like(scene.q[:, :1], torch.nan).repeat(1, num_heads + 2 * num_kv_heads, 1)
+    own[:, num_heads:] = torch.cat([cache[layout.kv_slots] for cache in caches], dim=1)
+    first_row = sum(layout.host_rows[: len(others)])
+    own[:first_row] = torch.nan
+    for cache in caches:
+        cache[layout.kv_slots[first_row:]] = torch.nan
+    layout.num_fresh = len(FRESH)
+
+    def attended() -> Tensor:
+        out: Tensor = kernels.paged_attention(
+            scene.q, scene.k_cache, scene.v_cache, layout, scene.scale, own=own.flatten(1)
+        )
+        return out
+
+    out = attended()
+    close(out, expected)
+    own[first_row + 70 : first_row + 134, -num_kv_heads:] = torch.nan  # the second prompt's own failure
+    assert torch.equal(attended()[: first_row + 70], out[: first_row + 70])
+    assert torch.equal(attended()[first_row + 134 :], out[first_row + 134 :])
 
 
 COMMON = ([(32, 1), (33, 8), (50, 3), (7, 2), (40, 1), (65, 1), (64, 9)], [(3, 32), (2, 0), (2, 64)])

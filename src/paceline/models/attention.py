@@ -138,8 +138,11 @@ class PagedContext:
         rows' K and V before attending.
         """
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+        rows = qkv.flatten(0, -2)
+        plain = not (spec.window or spec.bidirectional or spec.deterministic)
+        fresh = self.layout.num_fresh > 0 and plain and ops.reads_own_keys(rows)
         q = ops.qk_norm_rope_write(
-            qkv.flatten(0, -2),
+            rows,
             q_norm,
             k_norm,
             spec.eps,
@@ -148,6 +151,7 @@ class PagedContext:
             self.layout.kv_slots,
             k_cache,
             v_cache,
+            keep_keys=fresh,
         )  # [R, H, D]
         out = ops.paged_attention(
             q,
@@ -157,6 +161,7 @@ class PagedContext:
             spec.scale,
             spec.window,
             spec.bidirectional,
+            own=rows if fresh else None,
             deterministic=spec.deterministic,
         )
         return out.view(*qkv.shape[:-1], -1)

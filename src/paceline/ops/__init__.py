@@ -6,6 +6,9 @@ needed, or under torch.compile, the differentiable ops run the reference on ever
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from paceline.ops import reference, reference_attention
@@ -49,6 +52,7 @@ __all__ = [
     "paged_attention",
     "place_drafts",
     "qk_norm_rope_write",
+    "reads_own_keys",
     "rms_norm",
     "silu_mul",
     "span_rows",
@@ -102,6 +106,8 @@ def qk_norm_rope_write(
     kv_slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    keep_keys: bool = False,
 ) -> Tensor:
     """Norm and rotate the heads of q and k, and write k and v into the paged cache.
 
@@ -113,12 +119,14 @@ def qk_norm_rope_write(
         positions: [R] int32.
         kv_slots: [R] int64, ``block * P + offset``; rows with a negative slot are not written.
         k_cache, v_cache: [num_blocks, P, KV, D] contiguous, written in place.
+        keep_keys: the keys in ``qkv`` are replaced by the normed and rotated ones.
 
     Returns:
         q [R, H, D], normed and rotated, in qkv's dtype.
     """
     write = kernels().qk_norm_rope_write if qkv.is_cuda else reference.qk_norm_rope_write
-    return write(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
+    operands = (qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache)
+    return write(*operands, keep_keys=keep_keys)
 
 
 def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tensor) -> Tensor:
@@ -298,6 +306,7 @@ def paged_attention(
     window: int | None = None,
     bidirectional: bool = False,
     *,
+    own: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's keys, its own position included.
@@ -312,10 +321,28 @@ def paged_attention(
         scale: factor of the scores before the softmax.
         window: a row at position p sees positions above ``p - window`` only; None sees all.
         bidirectional: a row also sees the later rows of its own sequence in this layout: a drafter's block.
+        own: [R, (H + 2 KV) * D] contiguous, the rows' own projections with the keys normed and rotated, as
+            ``qk_norm_rope_write`` keeps them: the layout's ``num_fresh`` sequences are attended to through
+            these instead of the cache. Only where :func:`reads_own_keys` says so, and neither with a window
+            nor bidirectional nor deterministic.
         deterministic: a row's result depends on it and its keys alone, bit for bit. Slower.
 
     Returns:
         [R, H, D] in q's dtype; padding rows (from ``row_start[B]`` on) hold unspecified values.
     """
-    attend = kernels().paged_attention if q.is_cuda else reference_attention.paged_attention
-    return attend(q, k_cache, v_cache, layout, scale, window, bidirectional, deterministic=deterministic)
+    operands = (q, k_cache, v_cache, layout, scale, window, bidirectional)
+    if q.is_cuda:
+        return kernels().paged_attention(*operands, own=own, deterministic=deterministic)  # type: ignore[no-any-return]
+    return reference_attention.paged_attention(*operands, deterministic=deterministic)
+
+
+def reads_own_keys(qkv: Tensor) -> bool:
+    """Whether :func:`paged_attention` has a kernel that reads keys from the rows' own projections: for half
+    precision on GPUs that fetch tiles of a matrix (NVIDIA Hopper and later).
+    """
+    return qkv.is_cuda and qkv.dtype.itemsize == 2 and _fetches_tiles(qkv.device)
+
+
+@cache
+def _fetches_tiles(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -143,6 +143,8 @@ def qk_norm_rope_write(
     kv_slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    keep_keys: bool = False,
 ) -> Tensor:
     """Norm and rotate the heads of q and k, write k and v to the cache; returns q."""
     _, _, num_kv_heads, head_dim = k_cache.shape
@@ -153,6 +155,8 @@ def qk_norm_rope_write(
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [R, 1, D/2]
     qk = rotate(rms_norm(heads[:, :-num_kv_heads], weight, eps), cos, sin)
     q, k, v = qk[:, :num_heads], qk[:, num_heads:], heads[:, -num_kv_heads:]
+    if keep_keys:
+        heads[:, num_heads:-num_kv_heads] = k
     if kv_slots.numel() and int(kv_slots.min()) < 0:
         kept = kv_slots >= 0
         kv_slots, k, v = kv_slots[kept], k[kept], v[kept]

@@ -21,6 +21,7 @@ from its first position on in consecutive slots of its own; all else is as for a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -39,6 +40,7 @@ from paceline.ops.triton.attention_config import (
     num_tiles,
 )
 from paceline.ops.triton.dependent import await_previous, dependent_launch
+from paceline.ops.triton.prompt_attention import prompt_attention
 
 HEAD_DIMS = (32, 64, 128)
 _LOG2_E = 1.4426950408889634
@@ -373,6 +375,7 @@ def paged_attention(
     window: int | None = None,
     bidirectional: bool = False,
     *,
+    own: Tensor | None = None,
     deterministic: bool = False,
     config: AttentionConfig | None = None,
 ) -> Tensor:
@@ -387,7 +390,7 @@ def paged_attention(
     Raises:
         ConfigError: the head size or the mix of dtypes has no kernel.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, _, head_dim = q.shape
     if head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"head_dim {head_dim} has no GPU attention kernel; allowed: {', '.join(map(str, HEAD_DIMS))}. "
@@ -402,18 +405,28 @@ def paged_attention(
     out = torch.empty_like(q)
     if num_rows == 0 or not layout.host_rows:
         return out
+    rest = out
+    if own is not None and layout.num_fresh:
+        assert not (window or bidirectional or deterministic)
+        others = len(layout.host_rows) - layout.num_fresh
+        first_row = sum(layout.host_rows[:others])
+        prompt_attention(q, own, out, layout.row_start[others:], first_row, scale)
+        if others == 0:
+            return out
+        layout = replace(layout, host_rows=layout.host_rows[:others])
+        q, rest = q[:first_row], out[:first_row]
     attend = partial(
         _launch, q, k_cache, v_cache, layout, scale, window or 0, bidirectional, deterministic, config
     )
     if layout.common is None or deterministic or window:
-        attend(out)
+        attend(rest)
         return out
     prefix = (
         torch.empty(q.shape, dtype=torch.float32, device=q.device),
-        torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device),
+        torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
     )
-    attend(out, prefix, role=COMMON)
-    attend(out, prefix, role=REST)
+    attend(rest, prefix, role=COMMON)
+    attend(rest, prefix, role=REST)
     return out
 
 
@@ -444,6 +457,7 @@ def _launch(
         else:
             config = choose_config(*shape, _num_processors(q.device))
     splits, tile_rows = config.num_splits, config.block_m // group
+    num_seqs = len(layout.host_rows)
     slots, row_start, starts = layout.slots, layout.row_start, layout.num_computed
     own_slots, prefix_lens = slots, slots
     if branches is not None:
@@ -454,7 +468,8 @@ def _launch(
         prefix_lens = common.of_seqs
         if role is COMMON:
             slots, row_start, prefix_lens = common.slots, common.row_start, common.lens
-            search, tiles = True, num_rows // tile_rows + len(common.slots)
+            num_seqs = len(slots)
+            search, tiles = True, num_rows // tile_rows + num_seqs
     partial_out = lse = out
     if splits > 1:
         shape = (tiles, num_kv_heads, splits, config.block_m)
@@ -477,7 +492,7 @@ def _launch(
         *(prefix or (out, out)),
         layout.block_tables,
         layout.block_tables.stride(0),
-        len(slots),
+        num_seqs,
         splits,
         config.split_keys,
         scale * _LOG2_E,

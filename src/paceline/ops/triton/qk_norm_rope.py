@@ -9,8 +9,10 @@ from torch import Tensor
 
 from paceline.ops.triton.dependent import await_previous, dependent_launch
 
-HEADS, WARPS = 4, 2
-"""Of a program: enough bytes in flight per warp for long prefills, enough programs for one row."""
+FEW_ROWS = 256
+HEADS, WARPS = (4, 16), (2, 4)
+"""Of a program, for up to so many rows and for more: enough programs for one row, enough bytes in flight for
+thousands."""
 
 
 # Not specialised: a buffer's new alignment must not compile a new kernel while serving.
@@ -33,6 +35,7 @@ def _qk_norm_rope_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     HEADS: tl.constexpr,
+    KEEP: tl.constexpr,  # leave the keys in qkv, too
     DEPENDENT: tl.constexpr,
 ):
     await_previous(DEPENDENT)
@@ -67,6 +70,9 @@ def _qk_norm_rope_write_kernel(
     q_out = q_ptr + (row * NUM_HEADS + head[:, None]) * D
     tl.store(q_out + low, y1, mask=is_q[:, None])
     tl.store(q_out + high, y2, mask=is_q[:, None])
+    if KEEP:
+        tl.store(source + low, y1, mask=is_k[:, None])
+        tl.store(source + high, y2, mask=is_k[:, None])
     slot = tl.load(kv_slots_ptr + row)  # int64: a cache may exceed 2^31 elements
     if slot >= 0:
         at = layer * cache_stride + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * D
@@ -89,13 +95,15 @@ def qk_norm_rope_write(
     kv_slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    keep_keys: bool = False,
 ) -> Tensor:
     """See :func:`paceline.ops.qk_norm_rope_write`."""
     num_rows, width = qkv.shape
     num_heads = width // k_cache.shape[-1] - 2 * k_cache.shape[-2]
     q = torch.empty((num_rows, num_heads, k_cache.shape[-1]), dtype=qkv.dtype, device=qkv.device)
     caches = k_cache[None], v_cache[None]
-    _launch(qkv[None], q, q_norm, k_norm, eps, cos_sin, positions, kv_slots, *caches)
+    _launch(qkv[None], q, q_norm, k_norm, eps, cos_sin, positions, kv_slots, *caches, keep_keys)
     return q
 
 
@@ -125,6 +133,7 @@ def _launch(
     kv_slots: Tensor,
     k_cache: Tensor,  # [layers, num_blocks, P, KV, D]
     v_cache: Tensor,
+    keep_keys: bool = False,
 ) -> None:
     layers, num_rows, _ = qkv.shape
     _, _, _, num_kv_heads, head_dim = k_cache.shape
@@ -133,7 +142,8 @@ def _launch(
     assert k_norms.is_contiguous() and qkv.stride(2) == 1
     if not num_rows:
         return
-    grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), layers)
+    many = keep_keys or num_rows > FEW_ROWS
+    grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS[many]), layers)
     _qk_norm_rope_write_kernel[grid](
         qkv,
         q_norm,
@@ -151,7 +161,8 @@ def _launch(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        HEADS=HEADS,
-        num_warps=WARPS,
+        HEADS=HEADS[many],
+        KEEP=keep_keys,
+        num_warps=WARPS[many],
         **dependent_launch(qkv.device),
     )
