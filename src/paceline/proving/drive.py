@@ -88,8 +88,14 @@ class Round:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that stood."""
+        """Drafts that stood, a hedge chain's among them."""
         return len(self.tokens) - 1
+
+    @property
+    def num_standing(self) -> int:
+        """How many of ``drafts`` themselves stood: a draft that does not differs from what was committed."""
+        pairs = zip(self.drafts, self.tokens, strict=False)
+        return next((i for i, (draft, token) in enumerate(pairs) if draft != token), self.num_accepted)
 
 
 class RoundRecorder:

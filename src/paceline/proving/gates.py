@@ -161,7 +161,7 @@ def accepted_as_coupled(redrafted: Sequence[Redrafted], max_z: float = 4.5) -> l
     """
     excess = variance = 0.0
     for item in redrafted:
-        stood = item.round.num_accepted
+        stood = item.round.num_standing
         for k, chance in enumerate(item.chances[: stood + 1]):
             excess += (k < stood) - chance
             variance += chance * (1 - chance)

@@ -24,7 +24,7 @@ class Redrafted:
         round: what the engine did.
         tokens: [g] greedy drafts.
         gaps: [g] best minus second best score of each greedy draft.
-        chances: [m + 1] for m accepted drafts, g at most: chance that draft k stands at temperature 1 under
+        chances: [m + 1] for m drafts that stood, g at most: chance that draft k stands at temperature 1 under
             shared noise, given the committed tokens before it.
         favourites: [m + 1] the drafter's most likely token there, given the committed tokens before it.
     """
@@ -73,7 +73,7 @@ def _redraft_life(drafter: Drafter, rounds: list[Round]) -> list[Redrafted]:
         favourites = drafter.target_ids[favourites]
     result = []
     for index, item in enumerate(rounds):
-        reached = min(item.num_accepted + 1, len(item.drafts))
+        reached = min(item.num_standing + 1, len(item.drafts))
         p = target.logits(hidden[0, item.start : item.start + reached]).float().softmax(-1)
         q = _over_target_ids(drafter, forced[0, index, :reached].softmax(-1), p.shape[-1])
         result.append(

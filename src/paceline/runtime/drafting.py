@@ -96,7 +96,9 @@ class DraftStage:
         self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
         self._state = state
         self._width = drafter.config.block_size
-        self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of as many blocks as there can be: those of fewer are their beginnings.
+        step = torch.arange(state.spare + 1, device=state.device, dtype=torch.int32)
+        self._row_start, self._row_seq = step * self._width, step[:-1].repeat_interleave(self._width)
         self._token_ids = None if drafter.target_ids is None else drafter.target_ids.to(torch.int32)
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
         self._tables = state.block_tables if self._captures is None else self._captures.draft_tables
@@ -270,11 +272,10 @@ class DraftStage:
             self.drafter.config.mask_token_id,
             scratch_block * state.block_size,
         )
-        row_start, row_seq = self._shape(count)
         layout = RowLayout(
             slots=slots,
-            row_start=row_start,
-            row_seq=row_seq,
+            row_start=self._row_start[: count + 1],
+            row_seq=self._row_seq[: count * width],
             positions=positions,
             kv_slots=kv_slots,
             block_tables=self._tables,
@@ -283,14 +284,6 @@ class DraftStage:
             host_max_context=max_context + width,
         )
         return layout, starts, tokens.view(count, width)
-
-    def _shape(self, count: int) -> tuple[Tensor, Tensor]:
-        """``row_start`` and ``row_seq`` of ``count`` blocks."""
-        if count not in self._shapes:
-            step = torch.arange(count + 1, device=self._state.device, dtype=torch.int32)
-            row_seq = step[:-1].repeat_interleave(self._width)
-            self._shapes[count] = step * self._width, row_seq
-        return self._shapes[count]
 
     def _noise(self, slots: Tensor, starts: Tensor) -> BlockNoise:
         """The sampler's own noise on the drafts' logits.

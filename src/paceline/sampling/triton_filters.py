@@ -360,6 +360,7 @@ def last_kept(logits: Tensor, slots: Tensor, floats: Tensor, ints: Tensor) -> La
         floats, ints: the state's tables.
     """
     Q, V = logits.shape
+    assert all(x.is_contiguous() for x in (logits, slots, floats, ints))
     num_chunks = triton.cdiv(V, CHUNK)
     best, mass = torch.empty(2, Q, num_chunks, dtype=torch.float32, device=logits.device)
     listed = torch.empty(Q, num_chunks, dtype=torch.int32, device=logits.device)

@@ -146,6 +146,7 @@ def sample_argmax(
         out: [Q] int32, overwritten.
     """
     Q, V = logits.shape
+    assert all(x.is_contiguous() for x in (logits, slots, positions, floats, ints, out, *(last or ())))
     pieces = triton.cdiv(V, BLOCK * BLOCKS_PER_PIECE)
     best_score = torch.empty(Q, pieces, dtype=torch.float32, device=logits.device)
     best_token = torch.empty(Q, pieces, dtype=torch.int32, device=logits.device)

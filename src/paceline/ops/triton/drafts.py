@@ -48,11 +48,11 @@ def _noise_of(slots_ptr, starts_ptr, floats_ptr, ints_ptr, block, draft, mask):
     return scale.to(tl.float32), row_key(seed_key, position)
 
 
-@triton.jit(do_not_specialize=["num_rows", "pieces", "first"])
+@triton.jit(do_not_specialize=["num_rows", "pieces", "first", "table_row_stride"])
 def _piece_kernel(
     logits_ptr,  # [N, G, V], R = N * G rows
     table_ptr,  # [*, RANK]
-    table_row_ptr,  # [N] int64
+    table_row_ptr,  # [N] int64, table_row_stride apart
     weight_ptr,  # [V, RANK]
     slots_ptr,  # [N]; with the next four, the noise
     starts_ptr,  # [N]
@@ -63,6 +63,7 @@ def _piece_kernel(
     best_ptr,  # [R, pieces * COUNT] int32
     block_stride,
     slot_stride,
+    table_row_stride,
     first,
     num_rows,
     vocab_size,
@@ -83,7 +84,7 @@ def _piece_kernel(
     row_at = block.to(tl.int64) * block_stride + (row % G).to(tl.int64) * slot_stride
     rank = tl.arange(0, RANK_BLOCK)
     if RANK > 0:
-        z_at = tl.load(table_row_ptr + block, mask=exists, other=0).to(tl.int64) * RANK
+        z_at = tl.load(table_row_ptr + block * table_row_stride, mask=exists, other=0).to(tl.int64) * RANK
         z_inside = exists[:, None] & (rank < RANK)[None, :]
         z = tl.load(table_ptr + z_at[:, None] + rank[None, :], mask=z_inside, other=0.0)  # [BLOCK_M, r]
     if NOISE:
@@ -185,6 +186,7 @@ def draft_best(
         best,
         logits.stride(0),
         logits.stride(1),
+        0 if table_rows is None else table_rows.stride(0),
         first,
         num_rows,
         vocab_size,
@@ -452,7 +454,7 @@ def draft_chain(
     num_blocks, num_slots, _ = logits.shape
     assert logits.stride(2) == 1 and ids.is_contiguous()
     assert head.table.is_contiguous() and head.weight.is_contiguous() and head.successors.is_contiguous()
-    assert given is None or given.is_contiguous()
+    assert all(indices is None or indices.is_contiguous() for indices in (blocks, given, head.target_ids))
     num_owners = num_blocks if blocks is None else len(blocks)
     num_chains = 1 if given is None else given.shape[1]
     out = torch.empty((num_owners, num_chains, num_slots, 2), dtype=torch.int64, device=logits.device)
@@ -489,4 +491,5 @@ def draft_chain(
 
 def _tables(noise: BlockNoise | None) -> tuple[Tensor | None, ...]:
     """The noise as the kernels take it."""
+    assert noise is None or all(table.is_contiguous() for table in noise)
     return (None,) * 5 if noise is None else tuple(noise)
