@@ -27,7 +27,7 @@ def make(**options: Any) -> EngineCore:
 
 def test_it_costs_no_request_and_no_later_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[FailureLog] = []
-    monkeypatch.setattr(FailureLog, "__call__", failures.append)
+    monkeypatch.setattr(FailureLog, "__call__", lambda log: failures.append(log))
     prompts = golden_prompts(12)
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True) for i in range(12)]
     plain = tokens_of(complete(make(enforce_eager=True), prompts, params))
