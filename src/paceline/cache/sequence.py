@@ -156,8 +156,9 @@ class SequenceBlocks:
                 "pass all of them, with what this step added"
             )
         self.computed += n
-        if self._pool.enable_caching and self._num_full() > self._num_known:
-            self._register(self._num_full(), tokens)
+        num_full = self._num_full()
+        if num_full > self._num_known and self._pool.enable_caching:
+            self._register(num_full, tokens)
         self._settle()
 
     def revert(self, rows: int) -> None:
@@ -225,8 +226,8 @@ class SequenceBlocks:
             raise InvariantError(f"{action} on a sequence whose blocks were released")
 
     def _require_oldest(self, action: str, rows: int) -> None:
-        self._require_live(action)
         if not self._in_flight or self._in_flight[0] != rows:
+            self._require_live(action)
             raise InvariantError(
                 f"{action} of {rows} rows, but in flight, oldest first, are {list(self._in_flight)}"
             )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from operator import attrgetter
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.cache.sharing import shared_groups
@@ -35,6 +36,8 @@ from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
 from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
+
+_order = attrgetter("order")
 
 
 class Scheduler:
@@ -142,9 +145,11 @@ class Scheduler:
         """The next step, or None when nothing can run (all waits on steps in flight, or no work)."""
         step = PlannedStep(StepPlan(self._step), [])
         budget = self.max_num_batched_tokens
-        self._running.sort(key=lambda s: s.order)
-        decoding = [s for s in self._running if len(s.tokens) - s.scheduled <= 1]
-        prefilling = [s for s in self._running if len(s.tokens) - s.scheduled > 1]
+        self._running.sort(key=_order)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self._running:
+            (decoding if len(sequence.tokens) - sequence.scheduled <= 1 else prefilling).append(sequence)
         if self.planner is not None:
             step.decision = self.planner.decide(self._batch(decoding, prefilling))
         preempted = False
@@ -157,7 +162,7 @@ class Scheduler:
             if claim is None:
                 continue
             while (granted := self._reserve(sequence, claim)) is None:
-                victim = max(self._running, key=lambda s: s.order)
+                victim = max(self._running, key=_order)
                 budget += self._preempt(victim, step)
                 preempted = True
                 if victim is sequence:
@@ -234,7 +239,7 @@ class Scheduler:
         known = len(sequence.tokens) - scheduled
         sample = rows >= known
         drafts = 0
-        if known <= 1:
+        if known <= 1 and sequence.drafted:
             drafts = max(0, min(self._drafts_in_place(sequence), decision.limit(sequence.slot), spare))
         # Worth drafting if the next round may still commit a draft and the token after it.
         propose = (
@@ -401,27 +406,28 @@ class Scheduler:
 
     def _append(self, step: PlannedStep, sequence: Sequence, claim: Claim) -> None:
         """Put a claim whose rows are reserved into the plan."""
-        params = sequence.request.params
+        params, scheduled = sequence.request.params, sequence.scheduled
         span = Span(
             slot=sequence.slot,
             rows=claim.rows,
             drafts=claim.drafts,
             propose=claim.propose,
             sample=claim.sample,
-            fresh=sequence.scheduled == 0,
+            fresh=scheduled == 0,
             top=self._top(params.logprobs),
             prompt_top=self._top(params.prompt_logprobs),
         )
         if self._wants_prompt_logprobs(sequence):
-            span.prompt_rows = max(0, min(claim.rows, sequence.prompt_len - 1 - sequence.scheduled))
+            span.prompt_rows = max(0, min(claim.rows, sequence.prompt_len - 1 - scheduled))
         ids = sequence.blocks.ids
         if len(ids) > sequence.table_len:
             step.plan.table.append(TableUpdate(sequence.slot, sequence.table_len, ids[sequence.table_len :]))
             sequence.table_len = len(ids)
         sequence.launched(InFlight(claim.rows, claim.reserved, claim.sample))
         sequence.drafted = self.drafting.num_drafts if claim.propose else 0
-        self.draft_state.cover(sequence.slot, sequence.scheduled, step.plan.draft)
-        step.plan.max_context = max(step.plan.max_context, sequence.scheduled)
+        reached = scheduled + claim.rows
+        self.draft_state.cover(sequence.slot, reached, step.plan.draft)
+        step.plan.max_context = max(step.plan.max_context, reached)
         step.plan.spans.append(span)
         step.entries.append(Entry(sequence, span, sequence.tenancy))
 
@@ -455,10 +461,10 @@ class Scheduler:
             tokens = self._truncate(sequence, result.tokens)
             sequence.tokens.extend(tokens)
             if not stale:
-                stands = entry.span.rows - entry.span.drafts + max(len(tokens) - 1, 0)
-                sequence.blocks.commit(sequence.landed().reserved, stands, sequence.tokens)
-                sequence.table_len = min(sequence.table_len, len(sequence.blocks.ids))
-                blocks = sequence.blocks
+                blocks, span = sequence.blocks, entry.span
+                stands = span.rows - span.drafts + max(len(tokens) - 1, 0)
+                blocks.commit(sequence.landed().reserved, stands, sequence.tokens)
+                sequence.table_len = min(sequence.table_len, len(blocks.ids))
                 self.draft_state.commit(sequence.slot, blocks.computed, blocks.chain.hashes)
             if result.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
@@ -492,15 +498,17 @@ class Scheduler:
     @staticmethod
     def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:
         """``tokens`` up to and including the first that ends the sequence; sets its finish reason."""
-        params = sequence.request.params
         room = sequence.max_tokens - sequence.num_output_tokens
-        for i, token in enumerate(tokens[:room]):
-            if token in sequence.stop_ids and sequence.num_output_tokens + i + 1 > params.min_tokens:
-                sequence.finish_reason = "stop"
-                sequence.stop_reason = token if token in params.stop_ids else None
-                return tokens[: i + 1]
-        if len(tokens) >= room:
-            sequence.finish_reason = "length"
+        if not sequence.stop_ids.isdisjoint(tokens):
+            params = sequence.request.params
+            for i, token in enumerate(tokens[:room]):
+                if token in sequence.stop_ids and sequence.num_output_tokens + i + 1 > params.min_tokens:
+                    sequence.finish_reason = "stop"
+                    sequence.stop_reason = token if token in params.stop_ids else None
+                    return tokens[: i + 1]
+        if len(tokens) < room:
+            return tokens
+        sequence.finish_reason = "length"
         return tokens[:room]
 
     # ------------------------------------------------------------------ checks
