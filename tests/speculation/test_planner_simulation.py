@@ -133,3 +133,35 @@ def test_never_slower_where_nothing_refills_a_batch(
     got = planned.serve(lengths, num_tokens, batches)
     best = max(world().serve(lengths, num_tokens, batches, decide) for decide in (plain, fixed))
     assert got >= 0.97 * best
+
+
+def rates(num_batches: int, num_tokens: int = 64, measured_plain: float = 1.0) -> tuple[World, list[float]]:
+    """Tokens per second of one closed batch of eight real texts after the other on a CPU, as a share of plain
+    decoding's, which is the best there; ``measured_plain`` is what it seemed to take at start.
+    """
+    world = World(cpu_seconds, tiers=None, misjudged=lambda r: 1.0 if r.propose else measured_plain)
+    best = world.serve(TEXT, num_tokens, 1, plain)
+    return world, [world.serve(TEXT, num_tokens, 1) / best for _ in range(num_batches)]
+
+
+@pytest.mark.parametrize("measured_plain", (1.0, 1.25))
+def test_only_the_first_closed_batch_is_drafted_where_it_does_not_pay(measured_plain: float) -> None:
+    """Plain decoding that was measured too slow runs early enough to show it."""
+    world, found = rates(3, measured_plain=measured_plain)
+    assert found[0] > 0.75 and min(found[1:]) > 0.96, found
+    assert world.planner.last is not None and not world.planner.last.propose
+
+
+def test_a_new_choice_is_looked_at_again_soon() -> None:
+    """Nothing stands: after a few rounds nothing is drafted any more."""
+    for num_seqs, most in (1, 8), (8, 3):
+        world = World(cpu_seconds, tiers=None)
+        world.run(num_seqs, 1.0, 20)
+        drafted = sum(n for (depth, _), n in world.planner.rounds.items() if depth)
+        assert 0 < drafted <= most
+
+
+def test_plain_decoding_is_not_tried_where_it_would_be_dear() -> None:
+    world = World()
+    assert world.serve([6.0] * 32, 64, 3) > 0.98 * World().serve([6.0] * 32, 64, 3, fixed)
+    assert (0, "exploring") not in world.planner.rounds

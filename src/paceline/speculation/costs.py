@@ -7,15 +7,19 @@ is a slope. What was measured on an idle machine with an empty cache drifts away
 two corrections follow the step times:
 
 * a *level* for all rounds alike, which follows whatever runs now (a noisy neighbour, a slower clock);
-* an *offset* per kind of round, which learns only from what a kind costs beside the others. Without this
-  split the kind that runs would look slow, and the ones that do not run fast, whenever the machine is slow.
+* an *offset* per kind of round: what it costs beside the others. Without this split the kind that runs would
+  look slow, and the ones that do not run fast, whenever the machine is slow.
+
+Both are estimated together, as logarithms (Kalman 1960, A New Approach to Linear Filtering and Prediction
+Problems): a step tells their sum, and how far each of the two is still in doubt says how its surprise is
+divided. So a kind that runs for the first time corrects itself at once, and what all kinds have had in common
+since start goes to the level.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,17 +28,20 @@ from numpy.typing import NDArray
 
 from paceline.speculation.hedging import HedgeLimits
 
-LEVEL_RATE = 0.1
-OFFSET_RATE = 0.2
-"""Share of a step's surprise that goes to the level when only its kind has run lately, and to the kind's
-offset when it has not run at all; of its first steps a larger share, so that few of them outweigh a wrong
-measurement."""
-SHARE_RATE = 0.02
-"""How fast the record of which kinds run fades: about fifty steps."""
-MAX_SURPRISE = math.log(4)
-"""A step that took more than four times as long as expected counts as four times: one pause must not look
-like a trend."""
-
+START_LEVEL = 0.4
+START_OFFSET = 0.15
+"""Standard deviations of what start-up figures are wrong by, all alike and each beside the others."""
+STEP_NOISE = 0.1
+"""The same of a step's time."""
+LEVEL_DRIFT = 0.01
+OFFSET_DRIFT = 0.002
+"""And of what the corrections change by from one step to the next."""
+KEPT = math.sqrt(1.0 - (OFFSET_DRIFT / START_OFFSET) ** 2)
+"""Share of an offset that is still believed a step later: however long a kind has not run, its offset is in
+no more doubt than at start."""
+MAX_SURPRISE = 2.0
+"""A step further from what was expected than so many standard deviations counts as so far: one pause must not
+look like a trend."""
 
 LEAST_DRAFTS = 3
 """Fewest drafts that a choice offers beside none and all."""
@@ -118,10 +125,12 @@ class RoundCosts:
         self._drafting = np.array([self._by_count(base, size) for size in self._sizes])  # [sizes, g + 1]
         self._slopes = self._context_slopes(items, base)
         self._base: dict[Round, float] = {}
-        self._level = 0.0
-        self._offsets: dict[Round, float] = {}
-        self._shares: dict[Round, float] = {}
-        self._visits: Counter[Round] = Counter()
+        self._seen: dict[Round, int] = {}  # where a kind's offset is
+        self._corrections = np.zeros(1)  # the level, then offsets
+        self._doubt = np.full((1, 1), START_LEVEL**2)  # their covariances
+        self._kept, self._drift = np.ones(1), np.full(1, LEVEL_DRIFT**2)  # from one step to the next
+        self._captured: set[Round] = set()
+        self._kinds: dict[Round, Round] = {}
 
     def _by_count(self, base: Mapping[Round, float], size: int) -> NDArray[np.float64]:
         """Seconds of proposing rounds with 0..g drafts."""
@@ -159,8 +168,13 @@ class RoundCosts:
             context: mean tokens of context per sequence.
         """
         shape = self._shape(round_)
-        correction = self._level + self._offsets.get(self._group(shape), 0.0)
+        place, level = self._seen.get(self._group(shape)), float(self._corrections[0])
+        correction = level if place is None else level + float(self._corrections[place])
         return self._uncorrected(shape, context) * math.exp(correction)
+
+    def seen(self, round_: Round) -> bool:
+        """Whether a round of this kind has run since start."""
+        return self.kind(round_) in self._seen
 
     def observe(self, round_: Round, context: float, seconds: float) -> None:
         """Learn from a round that took ``seconds``. Where rounds are captured, the first of a kind may just
@@ -168,22 +182,34 @@ class RoundCosts:
         """
         shape = self._shape(round_)
         kind = self._group(shape)
-        self._visits[kind] += 1
-        visits = self._visits[kind] - (self._tiers is not None)
-        if visits == 0:
-            return
-        expected = self._uncorrected(shape, context)
-        offset = self._offsets.get(kind, 0.0)
-        surprise = math.log(max(seconds, 1e-9) / expected) - self._level - offset
-        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        share = self._shares.get(kind, 0.0) if self._shares else 1.0
-        self._level += LEVEL_RATE * share * surprise
-        self._offsets[kind] = offset + max(OFFSET_RATE, 1.0 / visits) * (1.0 - share) * surprise
-        for other in self._shares:
-            self._shares[other] *= 1.0 - SHARE_RATE
-        self._shares[kind] = self._shares.get(kind, 0.0) + SHARE_RATE if self._shares else 1.0
+        place = self._seen.get(kind)
+        if place is None:
+            if self._tiers is not None and kind not in self._captured:
+                self._captured.add(kind)
+                return
+            place = self._admit(kind)
+        surprise = math.log(max(seconds, 1e-9) / self._uncorrected(shape, context))
+        surprise -= float(self._corrections[0] + self._corrections[place])
+        common = self._doubt[0] + self._doubt[place]  # with the sum of the two
+        variance = float(common[0] + common[place]) + STEP_NOISE**2
+        most = MAX_SURPRISE * math.sqrt(variance)
+        self._corrections += common * (max(-most, min(most, surprise)) / variance)
+        self._doubt -= np.outer(common, common) / variance
+        self._corrections *= self._kept
+        self._doubt *= np.outer(self._kept, self._kept)
+        self._doubt.flat[:: len(self._kept) + 1] += self._drift
 
     # ---- inside ----
+
+    def _admit(self, kind: Round) -> int:
+        """Make room for the offset of a kind that has not been seen."""
+        place = self._seen[kind] = len(self._corrections)
+        self._corrections = np.append(self._corrections, 0.0)
+        self._doubt = np.pad(self._doubt, (0, 1))
+        self._doubt[place, place] = START_OFFSET**2
+        self._kept = np.append(self._kept, KEPT)
+        self._drift = np.append(self._drift, OFFSET_DRIFT**2)
+        return place
 
     def _tier(self, num_seqs: int) -> int:
         index = bisect_left(self._tier_sizes, num_seqs)
@@ -207,13 +233,15 @@ class RoundCosts:
         return self._group(self._shape(round_))
 
     def _group(self, shape: Round) -> Round:
-        # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
-        if shape.num_drafts and not shape.propose:
-            shape = replace(shape, propose=True)
-        if self._tiers is not None:
-            return shape
-        nearest = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))
-        return replace(shape, num_seqs=nearest)
+        kind = self._kinds.get(shape)
+        if kind is None:
+            # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
+            kind = replace(shape, propose=True) if shape.num_drafts else shape
+            if self._tiers is None:
+                near = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))
+                kind = replace(kind, num_seqs=near)
+            self._kinds[shape] = kind
+        return kind
 
     def _uncorrected(self, shape: Round, context: float) -> float:
         base = self._base.get(shape)

@@ -51,8 +51,12 @@ FREE_EVERY = 64
 FREE_PRICE = 2.0
 """Trials of a depth that need not be paid for, for each size of batch that costs are known for; the rounds
 between any two of them; and the price up to which they are free, in rounds."""
+PLAIN_PRICE = 0.5
+"""The same of plain decoding, which must be close to be worth trying; where it has not run since start it is
+tried at once: until it does, nothing shows that it was measured too slow."""
 SETTLE_EVERY = 8
-"""Rounds after which a choice is looked at again while the batch stays what it is."""
+"""Most rounds after which a choice is looked at again while the batch stays what it is. A new one is looked
+at after one, two, four: what it was made from is known least then."""
 HYSTERESIS = 0.005
 """Another depth must be so much faster than the present one to be chosen."""
 UNIT = 1 << 30
@@ -128,6 +132,7 @@ class Planner:
         self._rate = 0.0  # tokens per second there
         self._settled_for: tuple[int, bool] | None = None
         self._settled_until = 0
+        self._settle_after = 1
         self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
         self._hedges = False  # whether the last round had chains
@@ -145,8 +150,11 @@ class Planner:
         propose = self._depth > 0
         if not num_seqs:  # only prefill: who gets to its first token drafts if the next round does
             return Decision(0, None, propose, "drafts pay" if propose else "plain is faster")
-        chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
-        now = expected_tokens(chances, batch.available)
+        if any(batch.available):
+            chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
+            now = expected_tokens(chances, batch.available)
+        else:
+            chances, now = None, [float(num_seqs)] * (self.costs.num_drafts + 1)
 
         def seconds(depth: int, propose: bool) -> float:
             return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
@@ -208,9 +216,8 @@ class Planner:
             sure = now[min(other, depth)]
             price = now[depth] - sure + worth * (seconds(other, True) - seconds(depth, True))
             trial = _Trial(other, True, sure)
-        due = self._trials[kinds[other]] < FREE_TRIALS and self._round >= self._last_free + FREE_EVERY
         price /= worth
-        if due and price <= FREE_PRICE * seconds(depth, propose):
+        if self._free(kinds[other], price / seconds(depth, propose)):
             self._last_free = self._round
         elif self._bank < price:
             return None
@@ -220,6 +227,13 @@ class Planner:
         if not propose:
             self._drafted_for = other
         return trial
+
+    def _free(self, kind: Round, price: float) -> bool:
+        """Whether a trial that costs ``price`` rounds need not be paid for."""
+        due = self._round >= self._last_free + FREE_EVERY
+        if kind.num_drafts == 0:
+            due = (due or not self.costs.seen(kind)) and price <= PLAIN_PRICE
+        return due and price <= FREE_PRICE and self._trials[kind] < FREE_TRIALS
 
     def _hedge(self, batch: Batch, chosen: _Trial, rate: float) -> float:
         """Choose whether chains run in this round. Returns the tokens they should add to it: chains are made
@@ -265,7 +279,6 @@ class Planner:
         work = (num_seqs, batch.refilled)
         if work == self._settled_for and self._round < self._settled_until:
             return self._rate
-        self._settled_for, self._settled_until = work, self._round + SETTLE_EVERY
         rates = long_run_rates(batch, (0, *self.costs.counts(num_seqs)), self.costs, self.survival)
         if batch.hedged:
             gain, extra = self._chains(batch, num_seqs)
@@ -274,9 +287,11 @@ class Planner:
             seconds = self.costs.seconds(Round(num_seqs, depth, True), batch.context)
             rates[depth] *= max(1.0, (1.0 + gain / tokens) / (1.0 + extra / seconds))
         best = max(rates, key=lambda depth: rates[depth])
+        self._settle_after = min(2 * self._settle_after, SETTLE_EVERY)
         if rates[best] > (1 + HYSTERESIS) * rates.get(self._depth, 0.0):
             self._log(best, rates, num_seqs)
-            self._depth = best
+            self._depth, self._settle_after = best, 1
+        self._settled_for, self._settled_until = work, self._round + self._settle_after
         self._rate = rates[self._depth]
         return self._rate
 
@@ -294,7 +309,9 @@ class Planner:
             )
 
     @staticmethod
-    def _allot(chances: NDArray[np.int64], batch: Batch, depth: int) -> dict[int, int] | None:
+    def _allot(chances: NDArray[np.int64] | None, batch: Batch, depth: int) -> dict[int, int] | None:
+        if chances is None:
+            return None
         limits = [min(depth, available) for available in batch.available]
         if sum(limits) <= batch.row_limit:
             return None
@@ -327,3 +344,4 @@ class Planner:
         self.realised_tokens += tokens
         if decision.reason == "exploring":
             self._bank += (tokens - decision.baseline) / decision.worth
+            self._settled_for = None  # something was learnt

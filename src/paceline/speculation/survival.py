@@ -37,8 +37,8 @@ LIVES = 64
 """Sequences that ended after which older ones weigh 1/e."""
 MIN_LIFE = 24.0
 """Tokens expected of a sequence's drafted rounds from which on it tells how sequences differ."""
-PRIOR_CHANCE = 0.95
-PRIOR_TRIALS = 4
+PRIOR_CHANCE = 0.85
+PRIOR_TRIALS = 2
 """What is believed before anything was drafted: drafting is worth a try wherever it could pay at all."""
 
 
