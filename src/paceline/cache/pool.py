@@ -14,6 +14,7 @@ Three facts hold between calls, and `BlockPool.check` proves them:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -149,15 +150,15 @@ class BlockPool:
         return hash_ in self._index
 
     def count_free(self, ids: Sequence[int]) -> int:
-        """How many of these blocks nobody holds."""
-        return list(map(self._refs.__getitem__, ids)).count(0)
+        """How many blocks of a registered prefix nobody holds: those behind the ones in use."""
+        return len(ids) - bisect_left(ids, True, key=lambda block: self._refs[block] == 0)
 
     def share(self, ids: Sequence[int]) -> None:
         """Add one holder to each block; one that was free keeps its content and leaves the LRU."""
         refs = self._refs
+        for block in ids[len(ids) - self.count_free(ids) :]:
+            del self._free[block]
         for block in ids:
-            if refs[block] == 0:
-                del self._free[block]
             refs[block] += 1
 
     def take(self, count: int) -> list[int] | None:
@@ -186,11 +187,13 @@ class BlockPool:
         The last goes first: children come to lie before their parents in the LRU order, and blocks without
         content are handed out again in the order they had.
         """
+        refs = self._refs
         for block in reversed(ids):
-            if self._refs[block] < 1:
+            left = refs[block] - 1
+            if left < 0:
                 raise InvariantError(f"block {block} was given back but nobody holds it")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
+            refs[block] = left
+            if left == 0:
                 self._free[block] = None
                 if not self._keeps_content(block):
                     self._lineages[block] = None
