@@ -137,6 +137,7 @@ class Drafter(nn.Module):
         # Stacked, because the context's keys and values of all layers come from one input: a single product.
         self.qkv_proj = nn.Parameter(torch.empty(num_layers, rows, d, device=device, dtype=dtype))
         self._packed_qkv: list[Tensor | None] = [None] * num_layers
+        self._context_weight: Tensor | None = None  # [layers * 2 KV * D, d]: rows of qkv_proj, side by side
         self._packed_context: Tensor | None = None
         self._k_norms: Tensor | None = None  # [layers, D]
         self._candidates = 0  # of each slot of a chain; 0 for the whole vocabulary
@@ -175,7 +176,8 @@ class Drafter(nn.Module):
         first = self.config.layers.q_size
         weights = self.qkv_proj.detach()
         self._packed_qkv = [ops.pack_linear(weight) for weight in weights]
-        self._packed_context = ops.pack_linear(weights[:, first:].flatten(0, 1))
+        self._context_weight = weights[:, first:].flatten(0, 1)
+        self._packed_context = ops.pack_linear(self._context_weight)
         self._k_norms = torch.stack([layer.k_norm.weight for layer in self.draft_layers()])
 
     def restrict(self, num_candidates: int) -> bool:
@@ -226,10 +228,10 @@ class Drafter(nn.Module):
             [layers, R, 2 KV * D], keys then values.
         """
         first = self.config.layers.q_size
-        if self._packed_context is None:
+        if self._context_weight is None:
             kv = torch.matmul(features, self.qkv_proj[:, first:].transpose(1, 2))
         else:
-            flat = ops.linear(features, self.qkv_proj[:, first:].flatten(0, 1), packed=self._packed_context)
+            flat = ops.linear(features, self._context_weight, packed=self._packed_context)
             kv = flat.view(features.shape[0], len(self.layers), -1).transpose(0, 1)
         return kv if self.qkv_bias is None else kv + self.qkv_bias[:, None, first:]
 
@@ -262,7 +264,7 @@ class Drafter(nn.Module):
             positions: [R] int32.
             kv_slots: [R] int64, as in :class:`paceline.ops.RowLayout`.
         """
-        kv = self.project_context(self.context_features(taps)).contiguous()
+        kv = self.project_context(self.context_features(taps))
         assert self._k_norms is not None, "freeze comes first"
         eps = self.config.layers.rms_norm_eps
         ops.kv_norm_rope_write(kv, self._k_norms, eps, self.rope(), positions, kv_slots, cache.k, cache.v)

@@ -288,7 +288,7 @@ def kv_norm_rope_write(
     """Norm and rotate keys of several layers, and write them and their values into the layers' paged caches.
 
     Args:
-        kv: [layers, R, 2 KV * D], contiguous: key heads, then value heads.
+        kv: [layers, R, 2 KV * D], rows contiguous: key heads, then value heads.
         k_norms: [layers, D] contiguous, RMS norm weights shared by all heads of a layer.
         cos_sin, positions, kv_slots: as for ``qk_norm_rope_write``; the same rows in every layer.
         k_cache, v_cache: [layers, num_blocks, P, KV, D] contiguous, written in place.
