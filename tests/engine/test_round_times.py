@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
+
+import pytest
 
 from paceline.engine.round_times import CONTEXT, LONG_CONTEXT, TimingLimits, time_rounds
 from paceline.proving.drive import runner_of
 from paceline.runtime.plan import SpanResult, StepPlan
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.costs import Round, RoundCosts
+from paceline.speculation.costs import Measured, Round, RoundCosts
 from support.engines import complete, golden_core, golden_prompts, tokens_of
 from support.simulated_device import Pending
 
@@ -23,10 +27,13 @@ LIMITS = TimingLimits(
 
 
 class Device:
-    """Takes ``seconds`` per row, and checks that plans are what the engine itself could have sent."""
+    """Takes ``seconds`` per row, three times as long for 20 ms from ``busy_s`` on, and checks that plans are
+    what the engine itself could have sent.
+    """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, busy_s: float = math.inf) -> None:
         self.clock_s = 0.0
+        self._busy_s = busy_s
         self.plans: list[StepPlan] = []
         self._seconds = seconds
         self._positions: dict[int, int] = {}
@@ -42,7 +49,8 @@ class Device:
             self._positions[span.slot] += span.rows  # as if every draft stood
             ahead = self._positions[span.slot] + LIMITS.num_drafts + 1
             assert ahead <= min(self._tables[span.slot], LIMITS.max_model_len, plan.max_context + 16)
-        self.clock_s += self._seconds * plan.num_rows
+        busy = self._busy_s <= self.clock_s < self._busy_s + 0.02
+        self.clock_s += self._seconds * plan.num_rows * (3 if busy else 1)
         return Pending([SpanResult([1]) for _ in plan.spans])
 
     def prepare(self) -> bool:
@@ -64,7 +72,7 @@ def timed(device: Device, limits: TimingLimits = LIMITS, budget_s: float = 1.0) 
 
 
 def test_grid() -> None:
-    context = LIMITS.num_blocks * LIMITS.block_size - 2 * 3 * 8
+    context = LIMITS.num_blocks * LIMITS.block_size - 2 * (1 + 2 * (1 + 1 + 4 + 8))
     assert LONG_CONTEXT > context > CONTEXT
     expected = [
         (Round(size, drafts, propose), CONTEXT)
@@ -88,6 +96,52 @@ def test_rounds_that_no_step_could_hold_are_left_out() -> None:
 
 def test_sequences_too_short_to_time() -> None:
     assert timed(Device(1e-5), TimingLimits(32, 40, 512, 64, 16, 7)) == []
+
+
+def again(device: Device, budget_s: float = 1.0) -> list[Measured]:
+    """Times as a CPU's are taken."""
+    return time_rounds(
+        device, LIMITS, counts, budget_s=budget_s, repeats=1, warm_up=True, clock=lambda: device.clock_s
+    )
+
+
+@pytest.mark.parametrize("busy_ms", range(0, 1000, 10))
+def test_a_busy_moment_is_forgotten(busy_ms: int) -> None:
+    """Whenever it comes: what counts is how rounds compare."""
+    device = Device(2e-4, busy_ms / 1000)
+    found = again(device)
+    for size in (1, 8, 32):
+        at = {item.round: item.seconds for item in found if item.round.num_seqs == size}
+        plain = at[Round(size, 0, False)]
+        assert at[Round(size, 0, True)] == pytest.approx(plain, rel=0.1)
+        assert at[Round(size, 7, True)] == pytest.approx(8 * plain, rel=0.3 if size == 32 else 0.1)
+
+
+def test_the_first_round_of_a_shape_does_not_count() -> None:
+    """It compiles: neither is that what it takes, nor is there less time for others."""
+
+    class Compiling(Device):
+        def launch(self, plan: StepPlan) -> Pending:
+            shape = len(plan.spans), plan.num_rows
+            if shape not in {(len(other.spans), other.num_rows) for other in self.plans}:
+                self.clock_s += 2.0
+            return super().launch(plan)
+
+    assert timed(Compiling(1e-5)) == timed(Device(1e-5))
+
+
+def test_timing_again_takes_what_is_left() -> None:
+    device, more = Device(4e-4), Device(4e-4)
+    again(device, 0.7)
+    again(more, 9.0)
+    assert 0.6 < device.clock_s < 0.75 and more.clock_s > 0.9
+
+
+def test_what_is_cheap_is_timed_more_often() -> None:
+    device = Device(4e-4)
+    again(device)
+    times = Counter((len(plan.spans), plan.num_rows // len(plan.spans)) for plan in device.plans)
+    assert times[1, 8] == 6 > times[32, 8] >= 2, "one of each does not count"
 
 
 def test_costs_come_from_a_real_engine_and_leave_it_as_it_was() -> None:
