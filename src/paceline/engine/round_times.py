@@ -27,6 +27,8 @@ MIN_LENGTHENING = 2
 GROWTH = 4
 """How much longer the next size is expected to take than the last: it has more sequences than that, but until
 rows fill the device they are cheaper together."""
+SECOND_SIZE = 2
+"""How many times the budget a second size may take: one alone says nothing of how rounds grow."""
 MAX_SAMPLES = 5
 ENOUGH_S = 0.06
 """Samples of a round that are enough, and seconds of them."""
@@ -90,7 +92,8 @@ def time_rounds(
     turns: list[_Turn] = []
     spent_s = last_s = 0.0
     for size, rounds in grid.items():
-        if turns and (not timing.fits(size) or spent_s + GROWTH * last_s > budget_s):
+        room_s = budget_s * (SECOND_SIZE if len(turns) == 1 else 1)
+        if turns and (not timing.fits(size) or spent_s + GROWTH * last_s > room_s):
             break
         turns.append(_Turn(rounds, context))
         last_s = timing.first(turns[-1], warm_up)
