@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from paceline.engine.sequence import Sequence
 from paceline.runtime.plan import Span, StepPlan
@@ -25,24 +24,6 @@ class Entry:
     def decodes(self) -> bool:
         """Whether the span is an anchor and its drafts, no prefill."""
         return self.span.sample and self.span.rows == self.span.drafts + 1
-
-
-class Claim(NamedTuple):
-    """What a sequence asks of a step.
-
-    Attributes:
-        rows: rows to forward, drafts included.
-        drafts: how many of the last rows are drafts.
-        sample: whether the rows reach the newest token, so that one is drawn.
-        propose: whether the next block is drafted behind them.
-        reserved: rows reserved in the cache: ``rows``, and the drafter's block if it proposes.
-    """
-
-    rows: int
-    drafts: int
-    sample: bool
-    propose: bool
-    reserved: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from operator import attrgetter
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.cache.sharing import shared_groups
 from paceline.engine.draft_choice import add_chains, teach
-from paceline.engine.planned import Claim, DraftLimits, Entry, PlannedStep, Progress
-from paceline.engine.sequence import InFlight, Sequence, Status
+from paceline.engine.planned import DraftLimits, Entry, PlannedStep, Progress
+from paceline.engine.sequence import Sequence, Status
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
 from paceline.speculation.counters import SpeculationCounters
@@ -158,18 +158,18 @@ class Scheduler:
             unserved = max(unserved - 1, 0)
             if sequence.status is not Status.RUNNING:
                 continue  # it was a victim earlier in this loop
-            claim = self._claim(sequence, step.decision, budget, budget - 1 - unserved)
-            if claim is None:
+            span = self._next_span(sequence, step.decision, budget, budget - 1 - unserved)
+            if span is None:
                 continue
-            while (granted := self._reserve(sequence, claim)) is None:
+            while not (granted := self._reserve(sequence, span)):
                 victim = max(self._running, key=_order)
                 budget += self._preempt(victim, step)
                 preempted = True
                 if victim is sequence:
                     break
-            if granted is not None:
-                self._append(step, sequence, granted)
-                budget -= granted.rows
+            if granted:
+                self._append(step, sequence, span)
+                budget -= span.rows
         self._queued = preempted or self._admit(step, budget)
         if not step.entries:
             return None
@@ -229,7 +229,7 @@ class Scheduler:
         room = self.max_model_len - sequence.scheduled
         return max(0, min(sequence.drafted, sequence.tokens_left - 1, room - 1))
 
-    def _claim(self, sequence: Sequence, decision: Decision, budget: int, spare: int) -> Claim | None:
+    def _next_span(self, sequence: Sequence, decision: Decision, budget: int, spare: int) -> Span | None:
         """What ``sequence`` runs next within ``budget`` rows, at most ``spare`` of them drafts."""
         # A span in flight may have ended the sequence already: its successor must not pass the last position.
         scheduled = sequence.scheduled
@@ -249,21 +249,27 @@ class Scheduler:
             and decision.propose
             and sequence.tokens_left - 1 >= 2
         )
-        rows += drafts
-        return Claim(rows, drafts, sample, propose, rows + self.drafting.block_rows * propose)
+        return Span(sequence.slot, rows + drafts, drafts, propose, sample)
 
-    def _reserve(self, sequence: Sequence, claim: Claim) -> Claim | None:
-        """Blocks for a claim; None if there are too few even for its rows.
+    def _rows_reserved(self, span: Span) -> int:
+        """Rows a span needs in the cache: its own, and the drafter's block if one is proposed behind them."""
+        return span.rows + self.drafting.block_rows * span.propose
+
+    def _reserve(self, sequence: Sequence, span: Span) -> bool:
+        """Take the blocks for a span; False if there are too few even for its rows.
 
         When only the drafter's block does not fit, the sequence does not propose and its next round is plain:
         that costs a round of drafts, where preempting somebody would cost a prefill.
         """
-        if sequence.blocks.reserve(claim.reserved) is not None:
-            return claim
-        if not claim.propose:
-            return None
+        if sequence.blocks.reserve(self._rows_reserved(span)) is not None:
+            return True
+        if not span.propose:
+            return False
         self.speculation.refused["memory"] += 1
-        return self._reserve(sequence, claim._replace(propose=False, reserved=claim.rows))
+        if sequence.blocks.reserve(span.rows) is None:
+            return False
+        span.propose = False
+        return True
 
     def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
         """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being
@@ -301,7 +307,7 @@ class Scheduler:
             started = self._start(sequence, step.decision, budget)
             if started is None:
                 break
-            claim, offer = started
+            span, offer = started
             heapq.heappop(self._waiting)
             sequence.status = Status.RUNNING
             sequence.slot = self._free_slots.pop()
@@ -320,8 +326,9 @@ class Scheduler:
                     seed=sequence.seed,
                 )
             )
-            self._append(step, sequence, claim)
-            budget -= claim.rows
+            span.slot = sequence.slot
+            self._append(step, sequence, span)
+            budget -= span.rows
             if (block := sequence.blocks.coming(sequence.tokens)) is not None:
                 coming.add(block)
         crowded = bool(self._waiting)
@@ -348,7 +355,7 @@ class Scheduler:
         """Whether waiting for ``leader`` has nothing more to give: its prompt is computed, or it is gone."""
         return leader.status is Status.FINISHED or leader.blocks.computed >= leader.prompt_len - 1
 
-    def _start(self, sequence: Sequence, decision: Decision, budget: int) -> tuple[Claim, Offer] | None:
+    def _start(self, sequence: Sequence, decision: Decision, budget: int) -> tuple[Span, Offer] | None:
         """Take the cached prefix and the first chunk's blocks; None if they do not fit now."""
         blocks, leader, pool = sequence.blocks, sequence.leader, self.pool
         forks = leader is not None and leader.status is Status.RUNNING and sequence.num_cached_tokens is None
@@ -369,15 +376,14 @@ class Scheduler:
         elif not self._wants_prompt_logprobs(sequence):
             blocks.match(sequence.tokens, offer.num_blocks)
         sequence.can_draft = offer.drafts
-        claim = self._claim(sequence, decision, budget, 0)
-        granted = None if claim is None else self._reserve(sequence, claim)
-        if blocks.computed != cached or granted is None:
+        span = self._next_span(sequence, decision, budget, 0)
+        if span is None or blocks.computed != cached or not self._reserve(sequence, span):
             raise InvariantError(
                 f"admission counted on {cached} cached tokens and {rows} rows; the pool disagrees"
             )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = cached
-        return granted, offer
+        return span, offer
 
     def _candidate(self, sequence: Sequence, parent: SequenceBlocks | None) -> Candidate:
         """What a sequence could share: the blocks of ``parent`` if it forks, else what is cached."""
@@ -401,31 +407,26 @@ class Scheduler:
         params = sequence.request.params
         return params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 0
 
-    def _top(self, asked: int | None) -> int:
-        return self.vocab_size if asked == -1 else asked or 0
+    def _top(self, asked: int) -> int:
+        return self.vocab_size if asked == -1 else asked
 
-    def _append(self, step: PlannedStep, sequence: Sequence, claim: Claim) -> None:
-        """Put a claim whose rows are reserved into the plan."""
+    def _append(self, step: PlannedStep, sequence: Sequence, span: Span) -> None:
+        """Put a span whose rows are reserved into the plan."""
         params, scheduled = sequence.request.params, sequence.scheduled
-        span = Span(
-            slot=sequence.slot,
-            rows=claim.rows,
-            drafts=claim.drafts,
-            propose=claim.propose,
-            sample=claim.sample,
-            fresh=scheduled == 0,
-            top=self._top(params.logprobs),
-            prompt_top=self._top(params.prompt_logprobs),
-        )
-        if self._wants_prompt_logprobs(sequence):
-            span.prompt_rows = max(0, min(claim.rows, sequence.prompt_len - 1 - scheduled))
+        span.fresh = scheduled == 0
+        if params.logprobs is not None:
+            span.top = self._top(params.logprobs)
+        if params.prompt_logprobs is not None:
+            span.prompt_top = self._top(params.prompt_logprobs)
+            if self._wants_prompt_logprobs(sequence):
+                span.prompt_rows = max(0, min(span.rows, sequence.prompt_len - 1 - scheduled))
         ids = sequence.blocks.ids
         if len(ids) > sequence.table_len:
             step.plan.table.append(TableUpdate(sequence.slot, sequence.table_len, ids[sequence.table_len :]))
             sequence.table_len = len(ids)
-        sequence.launched(InFlight(claim.rows, claim.reserved, claim.sample))
-        sequence.drafted = self.drafting.num_drafts if claim.propose else 0
-        reached = scheduled + claim.rows
+        sequence.launched(span)
+        sequence.drafted = self.drafting.num_drafts if span.propose else 0
+        reached = scheduled + span.rows
         self.draft_state.cover(sequence.slot, reached, step.plan.draft)
         step.plan.max_context = max(step.plan.max_context, reached)
         step.plan.spans.append(span)
@@ -463,7 +464,7 @@ class Scheduler:
             if not stale:
                 blocks, span = sequence.blocks, entry.span
                 stands = span.rows - span.drafts + max(len(tokens) - 1, 0)
-                blocks.commit(sequence.landed().reserved, stands, sequence.tokens)
+                blocks.commit(self._rows_reserved(sequence.landed()), stands, sequence.tokens)
                 sequence.table_len = min(sequence.table_len, len(blocks.ids))
                 self.draft_state.commit(sequence.slot, blocks.computed, blocks.chain.hashes)
             if result.prompt_logprobs is not None:
@@ -522,7 +523,7 @@ class Scheduler:
             raise InvariantError(f"slots are not a partition: {slots}")
         for sequence in self._running:
             spans = sequence.in_flight
-            reserved = sum(span.reserved for span in spans)
+            reserved = sum(map(self._rows_reserved, spans))
             if reserved != sequence.blocks.reserved:
                 raise InvariantError(f"{reserved} rows in flight, {sequence.blocks.reserved} reserved")
             counted = sum(span.rows for span in spans), sum(span.sample for span in spans)

@@ -6,11 +6,11 @@ import enum
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from paceline.cache import SequenceBlocks
 from paceline.engine.messages import EngineRequest
 from paceline.engine.outputs import FinishReason
+from paceline.runtime.plan import Span
 from paceline.sampling.logprobs import Logprob
 
 
@@ -20,20 +20,6 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class InFlight(NamedTuple):
-    """One span of a sequence in a step whose results the host has not read.
-
-    Attributes:
-        rows: what it runs.
-        reserved: rows reserved in the cache: ``rows``, and the drafter's block when one is proposed behind.
-        sample: whether it draws a token; it then commits at least one.
-    """
-
-    rows: int
-    reserved: int
-    sample: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -57,10 +43,11 @@ class Sequence:
     """Ids that end the sequence: end-of-sequence ids unless ignored, and the request's own."""
     status: Status = Status.WAITING
     slot: int = -1
-    in_flight: deque[InFlight] = field(default_factory=deque)
+    in_flight: deque[Span] = field(default_factory=deque)
+    """Its spans in steps whose results the host has not read."""
     rows_in_flight: int = 0
     sampling: int = 0
-    """Spans in flight that draw a token."""
+    """Spans in flight that draw a token: each commits at least one."""
     leader: Sequence | None = None
     """Continuation 0 of the same request, whose prompt blocks this one shares."""
     num_cached_tokens: int | None = None
@@ -94,13 +81,13 @@ class Sequence:
         assert limit is not None, "the text side fills in max_tokens"
         self.max_tokens = limit
 
-    def launched(self, span: InFlight) -> None:
+    def launched(self, span: Span) -> None:
         """One more span is in flight."""
         self.in_flight.append(span)
         self.rows_in_flight += span.rows
         self.sampling += span.sample
 
-    def landed(self) -> InFlight:
+    def landed(self) -> Span:
         """The oldest span in flight, whose results are there."""
         span = self.in_flight.popleft()
         self.rows_in_flight -= span.rows
