@@ -39,7 +39,7 @@ from paceline.ops.triton.attention_config import (
     fixed_config,
     num_tiles,
 )
-from paceline.ops.triton.dependent import await_previous, dependent_launch
+from paceline.ops.triton.dependent import EARLY_ROWS, await_previous, dependent_launch
 from paceline.ops.triton.prompt_attention import prompt_attention
 
 HEAD_DIMS = (32, 64, 128)
@@ -513,5 +513,5 @@ def _launch(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **dependent_launch(q.device),
+        **dependent_launch(q.device, num_rows <= EARLY_ROWS),
     )

@@ -22,15 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.ops.choices import MatmulConfig
 from paceline.ops.triton.arrival import MAX_COUNTERS, arrive, counters
-from paceline.ops.triton.dependent import await_previous, dependent_launch
+from paceline.ops.triton.dependent import EARLY_ROWS, await_previous, dependent_launch
 
 GROUP_ROWS = tl.constexpr(16)
 """Tiles of rows that pass the weights together: 2,048 rows of Qwen3-4B take a fifth of an H200's L2 cache."""
-
-DEPENDENT_ROWS = 32
-"""Rows up to which the kernel is launched before its predecessor has ended. With more it does not pay: a pass
-of 64 rows of Qwen3-4B took 3.59 ms instead of 3.30 on an H200, one of 32 rows 3.19 instead of 3.29.
-"""
 
 
 @triton.jit
@@ -241,6 +236,6 @@ def matmul(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **dependent_launch(x.device, rows <= DEPENDENT_ROWS),
+        **dependent_launch(x.device, rows <= EARLY_ROWS),
     )
     return out
