@@ -32,6 +32,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ between any two of them; and the price up to which they are free, in rounds."""
 PLAIN_PRICE = 0.5
 """The same of plain decoding, which must be close to be worth trying; where it has not run since start it is
 tried at once: until it does, nothing shows that it was measured too slow."""
-SETTLE_EVERY = 8
+SETTLE_EVERY = 16
 """Most rounds after which a choice is looked at again while the batch stays what it is. A new one is looked
 at after one, two, four: what it was made from is known least then."""
 HYSTERESIS = 0.005
@@ -156,6 +157,7 @@ class Planner:
         else:
             chances, now = None, [float(num_seqs)] * (self.costs.num_drafts + 1)
 
+        @cache
         def seconds(depth: int, propose: bool) -> float:
             return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
 
