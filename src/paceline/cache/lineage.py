@@ -207,9 +207,9 @@ class RecentChains:
         """
         best, most = None, len(chain.hashes)
         for other in reversed(self._chains):
-            common = self._common(chain, packed, other)
-            if common > most:
-                best, most = other, common
+            more = slice((most + 1) * self._size)
+            if other.root == chain.root and other.packed[more] == packed[more]:
+                best, most = other, common_length(other.packed, packed) // self._size
         if best is not None:
             chain.inherit(best, most)
             if 2 * most >= len(best.hashes):
@@ -221,10 +221,3 @@ class RecentChains:
             self._chains.remove(chain)
         self._chains.append(chain)
         del self._chains[:-MAX_RECENT]
-
-    def _common(self, chain: LineageChain, packed: bytes, other: LineageChain) -> int:
-        """Blocks that ``other`` has in common with tokens of ``chain``."""
-        first = slice(self._size)
-        if other.root != chain.root or other.packed[first] != packed[first]:
-            return 0
-        return common_length(other.packed, packed) // self._size
