@@ -31,6 +31,8 @@ class Device:
     what the engine itself could have sent.
     """
 
+    num_draft_failures = 0
+
     def __init__(self, seconds: float, busy_s: float = math.inf) -> None:
         self.clock_s = 0.0
         self._busy_s = busy_s

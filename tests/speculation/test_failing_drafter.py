@@ -74,6 +74,7 @@ def test_a_failing_drafter_costs_drafts_alone(
     assert tokens(core) == plain
     drafting = runner_of(core).drafting
     assert drafting is not None and drafting.failure == "RuntimeError: out of luck"
+    assert core.stats().draft_refusals["failure"] == drafting.num_failures > 0
 
 
 def test_so_does_one_whose_past_cannot_be_rebuilt(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,8 @@ class Slot:
 class SimulatedDevice:
     """Implements ``StepRunner``; ``clock_s`` advances by ``step_s + rows * row_s`` per step."""
 
+    num_draft_failures = 0
+
     def __init__(
         self,
         block_size: int,

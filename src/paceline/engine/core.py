@@ -277,6 +277,8 @@ class EngineCore:
         stats.accepted_per_position = list(speculation.accepted_per_position)
         stats.accept_lengths = list(speculation.accept_lengths)
         stats.draft_refusals = dict(speculation.refused)
+        if self.runner.num_draft_failures:
+            stats.draft_refusals["failure"] = self.runner.num_draft_failures
         stats.draft_state = dict(speculation.draft_state)
         hedger = self.scheduler.hedger
         if hedger is not None:

@@ -134,6 +134,11 @@ class RoundRecorder:
                 opened.append((index, life, tokens[: anchor + 1], tokens[anchor + 1 :]))
         return _Recorded(self.runner.launch(plan), opened, self.rounds)
 
+    @property
+    def num_draft_failures(self) -> int:
+        """See :class:`paceline.runtime.plan.StepRunner`."""
+        return self.runner.num_draft_failures
+
     def prepare(self) -> bool:
         """See :class:`paceline.runtime.plan.StepRunner`."""
         return self.runner.prepare()

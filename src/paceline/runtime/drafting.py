@@ -108,6 +108,11 @@ class DraftStage:
                 layer.spec = replace(layer.spec, window=window if own is None else min(own, window))
 
     @property
+    def num_failures(self) -> int:
+        """How often something went wrong."""
+        return self._log_failure.count
+
+    @property
     def taps(self) -> Sequence[int]:
         """Target layers whose outputs ``write_context`` needs."""
         return self.drafter.config.tap_layer_ids

@@ -11,14 +11,17 @@ class FailureLog:
     Args:
         logger: where to.
         message: what fails, and what becomes of it.
+
+    Attributes:
+        count: how often it did.
     """
 
     def __init__(self, logger: logging.Logger, message: str) -> None:
         self._logger, self._message = logger, message
-        self._count = 0
+        self.count = 0
 
     def __call__(self) -> None:
         """To be called in an ``except`` clause."""
-        self._count += 1
-        if self._count.bit_count() == 1:
-            self._logger.exception("%s %d times by now.", self._message, self._count)
+        self.count += 1
+        if self.count.bit_count() == 1:
+            self._logger.exception("%s %d times by now.", self._message, self.count)

@@ -194,6 +194,10 @@ class DoneStep:
 class StepRunner(Protocol):
     """The device, as the engine sees it."""
 
+    @property
+    def num_draft_failures(self) -> int:
+        """How often something went wrong that cost drafts, and nothing else."""
+
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start a step. Steps run in launch order; the call does not wait for the device."""
 

@@ -137,6 +137,11 @@ class Runner:
         if self.rounds is not None and self.rounds.captured:
             self.passes = self.make_passes(max_model_len, max_num_batched_tokens)
 
+    @property
+    def num_draft_failures(self) -> int:
+        """See :class:`paceline.runtime.plan.StepRunner`."""
+        return 0 if self.drafting is None else self.drafting.num_failures
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, *, by_rows: bool = False) -> PendingStep:
         """Start a step. See :class:`paceline.runtime.plan.StepRunner`. With ``by_rows`` no span runs as a
