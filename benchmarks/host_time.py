@@ -150,8 +150,9 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:14}{value:8.2f} ms")
     if args.json:
-        machine = describe_machine(torch.device("cpu"))
-        args.json.write_text(json.dumps({"machine": machine, "ms": found}, indent=1) + "\n")
+        machine = {**describe_machine(torch.device("cpu")), "command": "python benchmarks/host_time.py"}
+        values = {name: round(value, 3) for name, value in found.items()}
+        args.json.write_text(json.dumps({"machine": machine, "ms": values}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
