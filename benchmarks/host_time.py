@@ -49,6 +49,8 @@ ROUND_LEN, NUM_ROUNDS = 512, 40
 class InstantDevice:
     """Every step is done when it is launched."""
 
+    num_draft_failures = 0
+
     def launch(self, plan: StepPlan) -> DoneStep:
         """None, one, two ... of the drafts stand, as many as there are in turn."""
         turns = enumerate(plan.spans, plan.step)
