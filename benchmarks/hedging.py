@@ -22,11 +22,11 @@ import torch
 
 from paceline.bench.inflate import inflate_pair
 from paceline.bench.machine import describe_machine
-from paceline.bench.prompts import read_prompts
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.proving.drive import complete, tokens_of
+from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.controller import HedgeController
 from paceline.speculation.decision import Batch, Decision

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from paceline.bench.driver import Driver, with_every_draft
 from paceline.bench.machine import describe_engine, describe_machine
-from paceline.bench.prompts import read_prompts
 from paceline.bench.report import Column, Plot, Report, Row
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
@@ -29,6 +28,7 @@ from paceline.models.attention import DenseCausalContext
 from paceline.models.draft_attention import DenseDraftContext
 from paceline.models.drafter import Drafter
 from paceline.proving.drive import Round, RoundRecorder, complete, runner_of
+from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 

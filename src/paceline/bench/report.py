@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import ConfigError
+from paceline.proving.out_file import check_writable
 
 Row = dict[str, Any]
 
@@ -167,26 +168,6 @@ class Output:
             Path(self.json_path).write_text(report.to_json(), encoding="utf-8")
         if self.plot_path is not None:
             report.draw(self.plot_path)
-
-
-def check_writable(flag: str, path: str) -> None:
-    """Refuse a file that could not be written. What is in it stays.
-
-    Raises:
-        ConfigError: no such folder, no permission, or a folder itself.
-    """
-    file = Path(path)
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {file.parent}. Make it first.")
-    if file.exists() and not file.is_file() and not file.is_dir():
-        return  # a pipe or a terminal: opened once, by whoever writes
-    is_new = not file.exists()
-    try:
-        file.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}. Name a file that can be written.") from error
-    if is_new:
-        file.unlink()
 
 
 def _check_format(path: str) -> None:

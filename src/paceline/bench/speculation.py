@@ -12,11 +12,11 @@ import torch
 from paceline.bench.geometry import plain
 from paceline.bench.latency import parse_batch_sizes
 from paceline.bench.machine import describe_machine, describe_speculation
-from paceline.bench.prompts import read_prompts
 from paceline.bench.report import Column, Plot, Report
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.llm import LLM
+from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 
 

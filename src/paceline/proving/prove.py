@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from paceline.bench.prompts import PROMPTS, read_prompts
-from paceline.bench.report import check_writable
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
@@ -30,6 +28,8 @@ from paceline.proving.gates import (
     second_turns,
 )
 from paceline.proving.lossless import ALL_DRAFTS, GREEDY, PLAIN, LosslessProof, ModeResult, all_modes
+from paceline.proving.out_file import check_writable
+from paceline.proving.prompts import PROMPTS, read_prompts
 from paceline.proving.redraft import redraft
 from paceline.proving.report import as_json, show_checks, show_modes
 from paceline.sampling.params import SamplingParams
