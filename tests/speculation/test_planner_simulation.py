@@ -165,3 +165,13 @@ def test_plain_decoding_is_not_tried_where_it_would_be_dear() -> None:
     world = World()
     assert world.serve([6.0] * 32, 64, 3) > 0.98 * World().serve([6.0] * 32, 64, 3, fixed)
     assert (0, "exploring") not in world.planner.rounds
+
+
+def test_drafting_that_looked_too_dear_at_start_is_tried_once() -> None:
+    def world() -> World:
+        return World(cpu_seconds, tiers=None, misjudged=lambda round_: 1.5 if round_.propose else 1.0)
+
+    best = world().serve([6.0] * 8, 64, 3, fixed)
+    planned = world()
+    planned.serve([6.0] * 8, 64, 1)
+    assert planned.serve([6.0] * 8, 64, 3) > 0.95 * best

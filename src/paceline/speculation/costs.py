@@ -131,6 +131,7 @@ class RoundCosts:
         self._kept, self._drift = np.ones(1), np.full(1, LEVEL_DRIFT**2)  # from one step to the next
         self._captured: set[Round] = set()
         self._kinds: dict[Round, Round] = {}
+        self._choices: dict[int, dict[int, Round]] = {}
 
     def _by_count(self, base: Mapping[Round, float], size: int) -> NDArray[np.float64]:
         """Seconds of proposing rounds with 0..g drafts."""
@@ -231,6 +232,14 @@ class RoundCosts:
         measured size.
         """
         return self._group(self._shape(round_))
+
+    def kinds(self, num_seqs: int) -> Mapping[int, Round]:
+        """The kind of every depth worth a choice: plain decoding, then from all drafts down."""
+        found = self._choices.get(num_seqs)
+        if found is None:
+            depths = (0, *reversed(self.counts(num_seqs)))
+            found = self._choices[num_seqs] = {k: self.kind(Round(num_seqs, k, k > 0)) for k in depths}
+        return found
 
     def _group(self, shape: Round) -> Round:
         kind = self._kinds.get(shape)

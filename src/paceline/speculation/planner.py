@@ -136,6 +136,7 @@ class Planner:
         self._settle_after = 1
         self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
+        self._drafted = False  # whether drafts were ever verified
         self._hedges = False  # whether the last round had chains
         self._chain_trial = 0  # rounds with chains still to run to learn from them
         self._unhedged_s = 0.0  # seconds since chains last ran
@@ -173,6 +174,7 @@ class Planner:
         gain = self._hedge(batch, chosen, rate)
         self._last_run[self.costs.kind(Round(num_seqs, chosen.depth, chosen.propose))] = self._round
         self._round += 1
+        self._drafted |= chosen.depth > 0
         self.rounds[chosen.depth, reason] += 1
         self.last = Decision(
             chosen.depth,
@@ -202,12 +204,11 @@ class Planner:
         began, self._drafted_for = self._drafted_for, 0
         if began and in_place:
             return _Trial(began if began in choices else choices[-1], propose, float(num_seqs))
-        if in_place != propose or not any(batch.can_draft):
+        if self._chain_trial or in_place != propose or not any(batch.can_draft):
             return None
         # Of those that have not run for equally long plain decoding, then the deepest: it tells most.
-        order = (0, *reversed(choices[1:]))
-        kinds = {k: self.costs.kind(Round(num_seqs, k, k > 0)) for k in order if k != self._depth}
-        other = min(kinds, key=lambda k: self._last_run.get(kinds[k], -1))
+        kinds = self.costs.kinds(num_seqs)
+        other = min((k for k in kinds if k != self._depth), key=lambda k: self._last_run.get(kinds[k], -1))
         if not propose:
             price = worth * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
             trial = _Trial(0, True, float(num_seqs))
@@ -231,7 +232,11 @@ class Planner:
         return trial
 
     def _free(self, kind: Round, price: float) -> bool:
-        """Whether a trial that costs ``price`` rounds need not be paid for."""
+        """Whether a trial that costs ``price`` rounds need not be paid for. The very first of drafting need
+        not, whatever it costs: nothing is known of drafts yet, and it may be long until it could be paid.
+        """
+        if kind.num_drafts and not self._drafted:
+            return True
         due = self._round >= self._last_free + FREE_EVERY
         if kind.num_drafts == 0:
             due = (due or not self.costs.seen(kind)) and price <= PLAIN_PRICE

@@ -60,6 +60,13 @@ class Survival:
         self._slot_due = np.zeros(num_slots)  # and those that were expected of them
         self._variance = PRIOR_SPREAD**2
         self._lives = 0
+        self._position = np.arange(num_positions)
+        # By how many sequences verified a position: what its counts keep, and what each of the new ones
+        # weighs, as if they had come one by one, all alike.
+        every = np.arange(num_slots + 1)
+        self._keep = (1.0 - 1.0 / MEMORY) ** every
+        self._weight = MEMORY * (1.0 - self._keep) / np.maximum(every, 1)
+        self._conclude()
 
     def reset(self, slot: int) -> None:
         """Another sequence takes ``slot``: it starts with the estimate over all."""
@@ -75,27 +82,23 @@ class Survival:
         """Learn from one round: of each sequence, the drafts verified and how many of them stood."""
         if not any(drafts):
             return  # nothing to learn from
-        position = np.arange(self.num_positions)
+        position, index = self._position, np.asarray(slots)
         stands, count = np.asarray(accepted)[:, None], np.asarray(drafts)[:, None]  # [N, 1]
-        stood = (position < stands).astype(np.float64)
+        stood = position < stands
         # The first draft that falls is a trial as well; those behind it tell nothing, but time passes for
         # them too: what is known of a position nobody reaches any more is old.
-        trials = (position <= np.minimum(stands, count - 1)).astype(np.float64)
+        trials = position <= np.minimum(stands, count - 1)
         verified = position < count
-        index = np.asarray(slots)
-        due = np.concatenate(([0.0], np.cumsum(self.overall())))
-        drafted = count[:, 0] > 0
-        self._slot_due[index] += drafted * (1.0 + due[count[:, 0]])
-        self._slot_got[index] += drafted * (1.0 + stands[:, 0])
+        self._slot_due[index] += self._due[count[:, 0]]
+        self._slot_got[index] += np.where(count > 0, 1.0 + stands, 0.0)[:, 0]
         keep = np.where(verified, 1.0 - 1.0 / SLOT_MEMORY, 1.0)
         self._slot_trials[index] = self._slot_trials[index] * keep + trials
         self._slot_stood[index] = self._slot_stood[index] * keep + stood
-        # As if the sequences had come one by one, all alike.
         num = verified.sum(0)
-        keep = (1.0 - 1.0 / MEMORY) ** num
-        weight = np.divide(MEMORY * (1.0 - keep), num, out=np.ones(self.num_positions), where=num > 0)
+        keep, weight = self._keep[num], self._weight[num]
         self._trials = self._trials * keep + trials.sum(0) * weight
         self._stood = self._stood * keep + stood.sum(0) * weight
+        self._conclude()
 
     @property
     def spread(self) -> float:
@@ -104,20 +107,23 @@ class Survival:
 
     def overall(self) -> FloatArray:
         """Chance that draft 1, 2, ... and all before it stand, over all sequences: [g]."""
-        return cast(FloatArray, np.cumprod(self._conditional()))
+        return self._overall
 
     def of(self, slots: Sequence[int]) -> FloatArray:
         """The same for each of some sequences: [N, g]."""
         index = np.asarray(slots, dtype=np.int64)
-        prior = SHRINKAGE * self._conditional()
-        chance = (prior + self._slot_stood[index]) / (SHRINKAGE + self._slot_trials[index])
+        chance = (self._prior + self._slot_stood[index]) / (SHRINKAGE + self._slot_trials[index])
         return cast(FloatArray, np.cumprod(chance, axis=1))
 
-    def _conditional(self) -> FloatArray:
-        """Chance of each draft, given those before it, over all sequences."""
-        chances = np.empty(self.num_positions)
+    def _conclude(self) -> None:
+        """Work out chances over all sequences from the counts."""
+        chances = []
         before, weight = PRIOR_CHANCE, 0
-        for i in range(self.num_positions):
-            before = (self._stood[i] + weight * before) / (self._trials[i] + weight)
-            chances[i], weight = before, NEIGHBOUR
-        return chances
+        for stood, trials in zip(self._stood.tolist(), self._trials.tolist(), strict=True):
+            before = (stood + weight * before) / (trials + weight)
+            chances.append(before)
+            weight = NEIGHBOUR
+        self._prior = SHRINKAGE * np.array(chances)
+        self._overall = np.cumprod(chances)
+        # Tokens due of a round with so many drafts; nothing is told of one without.
+        self._due = np.concatenate(([0.0], 1.0 + np.cumsum(self._overall)))
