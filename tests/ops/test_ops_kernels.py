@@ -271,14 +271,8 @@ def test_counters_are_back_at_zero(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64), (14, 2, 32)])
-def test_qk_norm_rope_write(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], many: bool, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(
-        importlib.import_module("paceline.ops.triton.qk_norm_rope"), "FEW_ROWS", 0 if many else 6
-    )
+@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 32), (7, 1, 64), (14, 2, 32), (30, 2, 32)])
+def test_qk_norm_rope_write(kernels: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     num_heads, num_kv_heads, head_dim = heads
     qkv = random(6, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q_norm, k_norm = random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)
@@ -308,6 +302,28 @@ def test_qk_norm_rope_write(
     if dtype == torch.float32:
         q_heads = qkv.view(6, -1, head_dim)[:, :num_heads]
         close(q, normed_and_rotated(q_heads, q_norm, EPS, positions, table))
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+def test_heads_of_a_row_are_the_same_bit_for_bit_in_any_company(kernels: Any, keep_keys: bool) -> None:
+    """Among a thousand rows, alone, and whenever it is done again."""
+    dtype, num_rows = (torch.float32, 20) if INTERPRETED else (torch.bfloat16, 1000)
+    num_heads, num_kv_heads, head_dim = 8, 2, 128
+    qkv = random(num_rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    norm, table = random(head_dim, dtype=dtype), rope_table(num_rows, head_dim).to(DEVICE)
+    positions = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    slots = torch.randperm(num_rows, device=DEVICE)
+
+    def rotated(start: int, end: int, keep: bool) -> list[Tensor]:
+        caches = torch.zeros(2, -(-num_rows // 16), 16, num_kv_heads, head_dim, dtype=dtype, device=DEVICE)
+        rows = qkv[start:end].clone(), norm, norm, EPS, table, positions[start:end], slots[start:end]
+        q = kernels.qk_norm_rope_write(*rows, *caches, keep_keys=keep)
+        return [q, *caches.view(2, -1, num_kv_heads, head_dim)[:, slots[start:end]]]
+
+    whole = rotated(0, num_rows, keep_keys)
+    for start, end in ((0, num_rows), (3, 4), (5, 13), (0, num_rows // 2)):
+        for got, part in zip(rotated(start, end, False), whole, strict=True):
+            assert torch.equal(got, part[start:end])
 
 
 @pytest.mark.parametrize(("num_seqs", "width"), [(1, 1), (1, 8), (3, 5), (70, 4)])

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from paceline.ops.triton.dependent import await_previous, dependent_launch
 
-FEW_ROWS = 256
-HEADS, WARPS = (4, 16), (2, 4)
-"""Of a program, for up to so many rows and for more: enough programs for one row, enough bytes in flight for
-thousands."""
+HEADS, WARPS = 16, 4
+"""Of a program: to a thread 16 bytes of each half of a head. The same for any number of rows, on which a row's
+bits would depend otherwise."""
 
 
 # Not specialised: a buffer's new alignment must not compile a new kernel while serving.
-@triton.jit(do_not_specialize=["positions_ptr", "kv_slots_ptr", "layer_stride", "cache_stride"])
+@triton.jit(do_not_specialize=["positions_ptr", "kv_slots_ptr", "row_heads", "layer_heads", "cache_heads"])
 def _qk_norm_rope_write_kernel(
     qkv_ptr,  # [layers, R, (H + 2 KV) * D]
     q_norm_ptr,  # [D]
@@ -27,9 +26,9 @@ def _qk_norm_rope_write_kernel(
     q_ptr,  # [R, H, D]; with more than one layer H is 0
     k_cache_ptr,  # [layers, slots, KV, D]
     v_cache_ptr,
-    qkv_stride,
-    layer_stride,  # of qkv
-    cache_stride,  # of a layer of a cache
+    row_heads,  # strides in heads, from which it is seen that heads are aligned: of a row of qkv,
+    layer_heads,  # of a layer of it,
+    cache_heads,  # and of a layer of a cache
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -49,7 +48,7 @@ def _qk_norm_rope_write_kernel(
     exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
 
     layer = tl.program_id(2).to(tl.int64)
-    source = qkv_ptr + layer * layer_stride + row * qkv_stride + head[:, None] * D
+    source = qkv_ptr + (layer * layer_heads + row * row_heads + head[:, None]) * D
     raw1 = tl.load(source + low, mask=exists, other=0.0)  # [HEADS, D/2]
     raw2 = tl.load(source + high, mask=exists, other=0.0)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
@@ -75,7 +74,7 @@ def _qk_norm_rope_write_kernel(
         tl.store(source + high, y2, mask=is_k[:, None])
     slot = tl.load(kv_slots_ptr + row)  # int64: a cache may exceed 2^31 elements
     if slot >= 0:
-        at = layer * cache_stride + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * D
+        at = (layer * cache_heads + slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * D
         k_out = k_cache_ptr + at
         tl.store(k_out + low, y1, mask=is_k[:, None])
         tl.store(k_out + high, y2, mask=is_k[:, None])
@@ -140,10 +139,10 @@ def _launch(
     num_heads = q.shape[1]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
     assert k_norms.is_contiguous() and qkv.stride(2) == 1
+    assert qkv.stride(0) % head_dim == 0 and qkv.stride(1) % head_dim == 0
     if not num_rows:
         return
-    many = keep_keys or num_rows > FEW_ROWS
-    grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS[many]), layers)
+    grid = (num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), layers)
     _qk_norm_rope_write_kernel[grid](
         qkv,
         q_norm,
@@ -154,15 +153,15 @@ def _launch(
         q,
         k_cache,
         v_cache,
-        qkv.stride(1),
-        qkv.stride(0),
-        k_cache.stride(0),
+        qkv.stride(1) // head_dim,
+        qkv.stride(0) // head_dim,
+        k_cache.stride(0) // head_dim,
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        HEADS=HEADS[many],
+        HEADS=HEADS,
         KEEP=keep_keys,
-        num_warps=WARPS[many],
+        num_warps=WARPS,
         **dependent_launch(qkv.device),
     )
