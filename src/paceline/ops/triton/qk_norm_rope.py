@@ -10,8 +10,8 @@ from torch import Tensor
 from paceline.ops.triton.dependent import await_previous, dependent_launch
 
 HEADS, WARPS = 16, 4
-"""Of a program: to a thread 16 bytes of each half of a head. The same for any number of rows, on which a row's
-bits would depend otherwise."""
+"""Of a program: to a thread 16 bytes of each half of a head. The same for any number of rows, or a row's bits
+would depend on it."""
 
 
 # Not specialised: a buffer's new alignment must not compile a new kernel while serving.
