@@ -31,6 +31,7 @@ import torch
 
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.ops.early import early_launches
 from paceline.ops.persistent.launch import MAX_ROWS
 from paceline.runtime.acceptance import Verified
 from paceline.runtime.division import MAX_FULL_SEQS
@@ -93,14 +94,18 @@ class Captured(Generic[Output]):
 
     def __init__(self, work: Callable[[], Output], where: CaptureStream) -> None:
         self._work = work  # its constants are read by the graph: they must live as long
-        work()  # compiles kernels and makes workspaces: neither may happen while capturing
+        with early_launches():
+            self._capture(where)
+
+    def _capture(self, where: CaptureStream) -> None:
+        self._work()  # compiles kernels and makes workspaces: neither may happen while capturing
         self._graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the device and gives back the memory kept for steps.
         where.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(where.stream):
             self._graph.capture_begin(pool=where.pool)
             try:
-                self._output = work()
+                self._output = self._work()
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(where.stream)

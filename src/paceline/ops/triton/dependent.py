@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.ops.early import launched_early
+
 EARLY_ROWS = 32
 """Rows up to which kernels with much shared memory, products and attention, are launched early: larger ones
 then crowd on the processors that happen to be free. A pass of 64 rows of Qwen3-4B took 3.41 ms with early
@@ -29,7 +31,6 @@ attention and 3.59 with early products too on an H200, 3.31 without; one of 32 r
 """
 
 
-@cache
 def dependent_launch(device: torch.device, pays: bool = True) -> dict[str, Any]:
     """Arguments of a launch: ``DEPENDENT`` for the kernel, and what the launcher must be told.
 
@@ -37,9 +38,14 @@ def dependent_launch(device: torch.device, pays: bool = True) -> dict[str, Any]:
         device: of the tensors.
         pays: whether an early launch is worth it.
     """
-    if not pays or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"DEPENDENT": False}
-    return {"DEPENDENT": True, "launch_pdl": True}
+    if pays and launched_early() and _can(device):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
+
+
+@cache
+def _can(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
