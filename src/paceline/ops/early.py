@@ -1,7 +1,7 @@
 """Whether kernels are launched before the ones they wait for have ended; see ``ops/triton/dependent.py``.
 
-Only in graphs: there a launch costs what is to be saved, and everything that comes after a kernel is known to wait
-for it. Where the host launches kernels one by one there is nothing to gain.
+Only in graphs: there a launch costs what is to be saved, and everything behind a kernel is known to wait for
+it. Where the host launches kernels one by one there is nothing to gain.
 """
 
 from __future__ import annotations
