@@ -167,6 +167,19 @@ def test_plain_decoding_is_not_tried_where_it_would_be_dear() -> None:
     assert (0, "exploring") not in world.planner.rounds
 
 
+def test_what_a_free_trial_brings_does_not_pay_for_the_next() -> None:
+    """Drafts stand, but drafting does not pay: trials keep to their share of the time."""
+    trials = 0
+    for seed in range(6):
+        world = World(cpu_seconds, tiers=None, seed=seed)
+        world.serve(TEXT, 64, 1 + seed)
+        before = world.planner.rounds.copy()
+        world.serve(TEXT, 64, 8)
+        later = world.planner.rounds - before
+        trials += sum(n for (_, reason), n in later.items() if reason == "exploring")
+    assert 0 < trials < 30, "rounds of some 3,000"
+
+
 def test_drafting_that_looked_too_dear_at_start_is_tried_once() -> None:
     def world() -> World:
         return World(cpu_seconds, tiers=None, misjudged=lambda round_: 1.5 if round_.propose else 1.0)

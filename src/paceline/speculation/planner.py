@@ -16,7 +16,8 @@ than was measured. So now and then the depth that has not run for longest does, 
 price: its extra seconds, and those that the tokens it lacks are worth. It is paid from ``EXPLORE_SHARE`` of
 all seconds, and what the round commits beyond its plan is paid back. If drafts have become good, exploring is
 free and goes on at once. The first trials of a depth at a batch size are free too unless they look dear: what
-was measured may be an interpolation, or may have been disturbed.
+was measured may be an interpolation, or may have been disturbed. For the same reason plain decoding that has
+not run yet is tried at once where it is close, and drafting once however dear it looks.
 
 Rows of hedge chains are bought out of the same budget: beside all drafts, where the tokens they are expected
 to add (``odds.py``) are worth more than the seconds they take at that rate.
@@ -224,8 +225,7 @@ class Planner:
             self._last_free = self._round
         elif self._bank < price:
             return None
-        else:
-            self._bank = 0.0
+        self._bank = min(self._bank - price, 0.0)  # what a free one brings must not pay for the next
         self._trials[kinds[other]] += 1
         if not propose:
             self._drafted_for = other
