@@ -14,7 +14,7 @@ from paceline.ops.triton.dependent import await_previous, dependent_launch
 
 
 # Not specialised: a new batch size must not compile a new kernel while serving.
-@triton.jit(do_not_specialize=["part_stride", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -23,12 +23,11 @@ def _rms_norm_kernel(
     sum_ptr,
     x_stride,
     residual_stride,
-    part_stride,
-    num_parts,
+    num_rows,
     dim,
     eps,
     ADD: tl.constexpr,
-    PARTS: tl.constexpr,  # x is [num_parts, R, dim] fp32
+    PARTS: tl.constexpr,  # x is [PARTS, R, dim] fp32, contiguous; 0: it is [R, dim]
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -37,9 +36,10 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < dim
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    if PARTS:
-        for part in range(1, num_parts):
-            x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            part_row = part * num_rows + row  # times dim, from which it is seen that it is aligned
+            x += tl.load(x_ptr + part_row * dim + column, mask=inside, other=0.0)
         x = x.to(out_ptr.dtype.element_ty)  # rounded as the product would be
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
@@ -56,28 +56,27 @@ def _rms_norm_kernel(
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dim = x.shape[-1]
     like = x if residual is None else residual
-    num_parts = x.shape[0] if x.dim() > like.dim() else 1
-    parts = x.reshape(num_parts, -1, dim)  # [1, R, d], or [S, R, d] fp32
+    num_parts = x.shape[0] if x.dim() > like.dim() else 0
+    rows = x.reshape(-1, dim)  # [R, d], or [S * R, d] fp32
     added = like.reshape(-1, dim)
     out = torch.empty(like.shape, dtype=like.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
-    assert parts.stride(2) == added.stride(1) == 1
+    assert rows.stride(1) == added.stride(1) == 1 and (num_parts == 0 or rows.is_contiguous())
     if added.shape[0]:
         block = triton.next_power_of_2(dim)
         _rms_norm_kernel[(added.shape[0],)](
-            parts,
+            rows,
             added,
             weight,
             out,
             total,
-            parts.stride(1),
+            rows.stride(0),
             added.stride(0),
-            parts.stride(0),
-            num_parts,
+            added.shape[0],
             dim,
             eps,
             ADD=residual is not None,
-            PARTS=x.dim() > like.dim(),
+            PARTS=num_parts,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
             **dependent_launch(x.device),
