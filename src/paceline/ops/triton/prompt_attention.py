@@ -16,8 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.ops.triton.dependent import await_previous, dependent_launch
-
 BLOCK, WARPS, STAGES = 64, 4, 3
 """Rows and keys of a tile: the tensor core's own height, and two programs fit on a processor, one of which
 multiplies while the other's softmax runs. (One H200, 8 x 1,024 rows of 32 heads: 193 us; 128 x 128: 233.)"""
@@ -61,9 +59,7 @@ def _prompt_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_previous(DEPENDENT)
     # the tile's sequence and first row in it; see RowLayout. A prompt's last rows, which see most, come first
     tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tl.full((), 0, tl.int32)
@@ -128,5 +124,4 @@ def prompt_attention(
         BLOCK=BLOCK,
         num_warps=WARPS,
         num_stages=STAGES,
-        **dependent_launch(q.device),
     )
