@@ -108,10 +108,7 @@ class Grid:
     def load(self, engine: EngineConfig) -> Driver:
         """An engine with every round captured that greedy requests need."""
         driver = Driver(engine, prepare=False)
-        rounds = driver.core.runner.rounds  # type: ignore[attr-defined]
-        rounds.missing = [shape for shape in rounds.missing if shape.kind == "greedy"]
-        while rounds.prepare():
-            pass
+        driver.prepare_greedy()
         return driver
 
     def measure_alone(self) -> None:

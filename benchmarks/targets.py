@@ -7,8 +7,9 @@ Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a 
 with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens with and
 without the drafter; ``startup`` starts a server-like process twice. Each part runs in a process of its own
 and writes ``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
-Decode rounds are captured when they are first needed, in a run that is not timed. A part takes about a
-minute on an H200. ``--small`` runs all but ``real`` on the bundled pair on a CPU, to try the script.
+Decode rounds are captured when they are first needed, in a run that is not timed; for ``planned`` all of them
+before, since nobody knows which depths will be chosen. A part takes about a minute on an H200. ``--small``
+runs all but ``real`` on the bundled pair on a CPU, to try the script.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def run_random(results: Results, part: str, repeats: int, sizes: list[int], smal
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
     driver = Driver(engine_of(part, small), prepare=False)
+    if part == "planned":
+        driver.prepare_greedy()
     results.head["settings"] = {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate}
     results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})
     driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)

@@ -94,6 +94,14 @@ class Driver:
         self._open: dict[str, RequestState] = {}
         self._count = 0
 
+    def prepare_greedy(self) -> None:
+        """Capture every round that greedy requests may need, whatever the planner chooses."""
+        rounds = runner_of(self.core).rounds
+        if rounds is not None:
+            rounds.missing = [shape for shape in rounds.missing if shape.kind == "greedy" or shape.together]
+            while rounds.prepare():
+                pass
+
     @property
     def num_drafts(self) -> int:
         """Drafts per round; 0 without a drafter."""
