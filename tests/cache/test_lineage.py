@@ -109,6 +109,20 @@ def test_prompts_that_begin_alike_are_hashed_once(hashed: list[bytes]) -> None:
     assert len(hashed) == 105 + 99
 
 
+def test_a_prompt_that_is_cached_is_not_hashed_again(hashed: list[bytes]) -> None:
+    """It is looked up in steps that double: what the last one needs must not be dropped before it."""
+    pool, tokens = BlockPool(400, 4), list(range(401))
+    for turn in range(3):
+        blocks = SequenceBlocks(pool)
+        rows = len(tokens) - blocks.match(tokens)
+        blocks.reserve(rows)
+        blocks.commit(rows, rows, tokens)
+        blocks.release()
+        assert rows == (1 if turn else 401)
+    assert len(set(hashed)) == 100
+    assert len(hashed) <= 100 + 2 * 2  # the first two, which are hashed faster than looked for
+
+
 def test_each_of_many_beginnings_is_hashed_once(hashed: list[bytes]) -> None:
     """Agents whose prompts have a first block in common, coming in turn."""
     pool = BlockPool(400, 4)

@@ -144,10 +144,10 @@ class LineageChain:
         missing = num_blocks - len(self.hashes)
         if missing > 1:  # one more block is hashed faster than looked for
             self._recent.take_over(self, self._hasher.pack_blocks(tokens, 0, num_blocks))
-        if missing > 0:
+        if num_blocks > len(self.hashes):
             self._hash(tokens, num_blocks)
-        if missing > 1:
-            self._recent.add(self)
+            if missing > 1:
+                self._recent.add(self)
 
     def _hash(self, tokens: Sequence[int], num_blocks: int) -> None:
         hasher, hashes, lineages = self._hasher, self.hashes, self.lineages
@@ -204,6 +204,9 @@ class RecentChains:
     def take_over(self, chain: LineageChain, packed: bytes) -> None:
         """Let ``chain``, whose tokens begin with ``packed``, inherit as many blocks as any chain has of them,
         if it does not know as many.
+
+        A chain that has them all is kept: it may have what comes next as well. One that has some of them is
+        dropped if ``chain`` is alike, which is to be added once the others are hashed.
         """
         best, most = None, len(chain.hashes)
         for other in reversed(self._chains):
@@ -212,11 +215,13 @@ class RecentChains:
                 best, most = other, common_length(other.packed, packed) // self._size
         if best is not None:
             chain.inherit(best, most)
-            if 2 * most >= len(best.hashes):
+            if most * self._size == len(packed):
+                self.add(best)
+            elif 2 * most >= len(best.hashes):
                 self._chains.remove(best)
 
     def add(self, chain: LineageChain) -> None:
-        """Keep a chain, at the cost of the oldest."""
+        """Keep a chain as the newest, at the cost of the oldest."""
         if chain in self._chains:
             self._chains.remove(chain)
         self._chains.append(chain)
