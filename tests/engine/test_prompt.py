@@ -24,6 +24,11 @@ def test_the_first_id_that_does_not_exist_is_named(bad: int) -> None:
     assert refused.value.param == "prompt"
 
 
+def test_an_id_too_long_to_be_printed_is_refused_like_any_other() -> None:
+    with pytest.raises(RequestError, match="token id an integer of thousands of digits; ids must lie"):
+        prompt_array([1, 10**5000], VOCAB)
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="no tokens"):
         prompt_array([], VOCAB)

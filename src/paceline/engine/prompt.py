@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, shown
 
 
 def prompt_array(token_ids: Sequence[int], vocab_size: int) -> array[int]:
@@ -25,6 +25,6 @@ def prompt_array(token_ids: Sequence[int], vocab_size: int) -> array[int]:
     if tokens is None or np.frombuffer(tokens, np.uint32).max() >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(
-            f"The prompt contains token id {bad}; ids must lie in 0..{vocab_size - 1}.", param="prompt"
+            f"The prompt contains token id {shown(bad)}; ids must lie in 0..{vocab_size - 1}.", param="prompt"
         )
     return tokens
