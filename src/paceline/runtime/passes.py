@@ -178,13 +178,12 @@ def pass_sizes(max_rows: int) -> list[tuple[int, int]]:
 def choose_pass(num_rows: int, num_seqs: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     """The smallest of the ascending ``sizes`` that holds a step, if its padding is worth it.
 
-    Launched kernel by kernel, a step takes as long as launching or computing, whichever is longer; a pass, as
-    long as its rows and the padding take to compute. It must save at least what the padding costs: while the
-    device is busy with earlier steps, launching costs nothing, and padding delays what comes after.
+    Launched kernel by kernel, a step of no more rows than a pass can have takes as long as launching; a pass,
+    as long as its rows and the padding take to compute. It must save at least what the padding costs: while
+    the device is busy with earlier steps, launching costs nothing, and padding delays what comes after.
     """
     found = next((size for size in sizes if size[0] >= num_rows and size[1] >= num_seqs), None)
     if found is None:
         return None
-    padding = found[0] - num_rows
-    saved = max(LAUNCH_ROWS, num_rows) - found[0]
+    padding, saved = found[0] - num_rows, LAUNCH_ROWS - found[0]
     return found if saved >= padding else None
