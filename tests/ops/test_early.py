@@ -24,7 +24,7 @@ def test_a_launch_says_so_where_it_pays_on_a_gpu_that_can(monkeypatch: pytest.Mo
     from paceline.ops.triton import dependent
 
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(dependent, "_can", lambda device: device == gpu)
+    monkeypatch.setattr(dependent, "is_hopper", lambda device: device == gpu)
     assert dependent.dependent_launch(gpu) == {"DEPENDENT": False}
     with early_launches():
         assert dependent.dependent_launch(gpu) == {"DEPENDENT": True, "launch_pdl": True}

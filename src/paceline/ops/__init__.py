@@ -6,14 +6,11 @@ needed, or under torch.compile, the differentiable ops run the reference on ever
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from torch import Tensor
 
 from paceline.ops import reference, reference_attention
 from paceline.ops.activation import silu_mul
-from paceline.ops.dispatch import differentiated, kernels
+from paceline.ops.dispatch import differentiated, is_hopper, kernels
 from paceline.ops.drafts import (
     BlockNoise,
     Candidates,
@@ -340,9 +337,4 @@ def reads_own_keys(qkv: Tensor) -> bool:
     """Whether :func:`paged_attention` has a kernel that reads keys from the rows' own projections: for half
     precision on GPUs that fetch tiles of a matrix (NVIDIA Hopper and later).
     """
-    return qkv.is_cuda and qkv.dtype.itemsize == 2 and _fetches_tiles(qkv.device)
-
-
-@cache
-def _fetches_tiles(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return qkv.dtype.itemsize == 2 and is_hopper(qkv.device)

@@ -17,6 +17,12 @@ def kernels() -> ModuleType:
     return triton
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0 (NVIDIA Hopper) or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def differentiated(*tensors: Tensor) -> bool:
     """Whether a gradient may be asked for, or torch.compile is tracing: the reference then runs."""
     if torch.compiler.is_compiling():

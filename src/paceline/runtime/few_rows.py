@@ -15,6 +15,7 @@ from paceline.models.config import Qwen3Config
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import MLP, Linear, Qwen3ForCausalLM, RMSNorm
 from paceline.ops import RowLayout
+from paceline.ops.dispatch import is_hopper
 from paceline.ops.persistent.compiler import can_compile
 from paceline.ops.persistent.launch import (
     HEAD_DIM,
@@ -274,9 +275,8 @@ class FewRows:
         """
         weight, config = model.embed_tokens.weight, model.config
         return (
-            weight.is_cuda
+            is_hopper(weight.device)
             and weight.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(weight.device) >= (9, 0)
             and can_compile()
             and config.hidden_size <= MAX_HIDDEN
             and block_size % KEYS == 0

@@ -22,7 +22,7 @@ from paceline.runtime.drafting import DraftStage
 from paceline.runtime.failures import FailureLog
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
-from paceline.runtime.passes import LAUNCH_ROWS, PASS_ROWS, PassSet, RowPass
+from paceline.runtime.passes import LAUNCH_ROWS, PassSet, RowPass, pass_sizes
 from paceline.runtime.plan import DoneStep, PendingStep, Span, SpanResult, StepPlan
 from paceline.runtime.rows import StepRows, build_rows
 from paceline.runtime.staging import Staging, to_host
@@ -169,7 +169,7 @@ class Runner:
     def make_passes(self, max_model_len: int, max_num_batched_tokens: int) -> PassSet:
         """Passes over rows of fixed sizes, captured where rounds are."""
         taps = () if self.drafting is None else tuple(self.drafting.taps)
-        most = min(max_num_batched_tokens, PASS_ROWS[-1])
+        most, _ = pass_sizes(max_num_batched_tokens)[-1]
         weight = self.model.embed_tokens.weight  # [V, d]
         hidden = weight.new_empty(most, weight.shape[1])
         tapped = weight.new_empty(most, len(taps) * weight.shape[1]) if taps else None

@@ -41,6 +41,7 @@ from paceline.ops.triton.attention_config import (
 )
 from paceline.ops.triton.dependent import EARLY_ROWS, await_previous, dependent_launch
 from paceline.ops.triton.prompt_attention import prompt_attention
+from paceline.ops.triton.tiles import sequence_of
 
 HEAD_DIMS = (32, 64, 128)
 _LOG2_E = 1.4426950408889634
@@ -225,16 +226,7 @@ def _attention_kernel(
     split = tl.program_id(2)
 
     # the tile's sequence and first row in it; see RowLayout
-    if SEARCH:
-        seq = tl.full((), 0, tl.int32)
-        above = tl.full((), 1, tl.int32) * num_seqs
-        while above - seq > 1:
-            middle = (seq + above) // 2
-            starts_before = tl.load(row_start_ptr + middle) // TILE_ROWS + middle <= tile
-            seq = tl.where(starts_before, middle, seq)
-            above = tl.where(starts_before, above, middle)
-    else:
-        seq = tile
+    seq = sequence_of(tile, row_start_ptr, num_seqs, TILE_ROWS) if SEARCH else tile
     # loads that need nothing but ``seq`` come together: each that waits for another costs half a microsecond
     first_row = tl.load(row_start_ptr + seq)
     num_rows = tl.load(row_start_ptr + seq + 1) - first_row

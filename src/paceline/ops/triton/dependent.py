@@ -15,13 +15,13 @@ and the predecessor had waited likewise: whatever came earlier has ended too.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from paceline.ops.dispatch import is_hopper
 from paceline.ops.early import launched_early
 
 EARLY_ROWS = 32
@@ -38,14 +38,9 @@ def dependent_launch(device: torch.device, pays: bool = True) -> dict[str, Any]:
         device: of the tensors.
         pays: whether an early launch is worth it.
     """
-    if pays and launched_early() and _can(device):
+    if pays and launched_early() and is_hopper(device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}
-
-
-@cache
-def _can(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from paceline.ops.triton.tiles import sequence_of
+
 BLOCK, WARPS, STAGES = 64, 4, 3
 """Rows and keys of a tile: the tensor core's own height, and two programs fit on a processor, one of which
 multiplies while the other's softmax runs. (One H200, 8 x 1,024 rows of 32 heads: 193 us; 128 x 128: 233.)"""
@@ -62,13 +64,7 @@ def _prompt_attention_kernel(
 ):
     # the tile's sequence and first row in it; see RowLayout. A prompt's last rows, which see most, come first
     tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = tl.full((), 0, tl.int32)
-    above = tl.full((), 1, tl.int32) * num_seqs
-    while above - seq > 1:
-        middle = (seq + above) // 2
-        starts_before = tl.load(row_start_ptr + middle) // BLOCK + middle <= tile
-        seq = tl.where(starts_before, middle, seq)
-        above = tl.where(starts_before, above, middle)
+    seq = sequence_of(tile, row_start_ptr, num_seqs, BLOCK)
     first = tl.load(row_start_ptr + seq)
     num_rows = tl.load(row_start_ptr + seq + 1) - first
     begin = (tile - first // BLOCK - seq) * BLOCK
