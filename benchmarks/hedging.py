@@ -3,9 +3,10 @@
 Usage: python benchmarks/hedging.py [--json FILE] [--output-len 256]
        python benchmarks/hedging.py --speed [--json FILE] [--output-len 256]
 
-``--speed`` runs batches of 1, 8 and 16 in one engine: plainly, with every draft, with chains at the first
-one, two and three positions, and with chains where the planner finds that they pay. On a GPU with the bundled
-DSpark pair inflated to Qwen3-4B's geometry, on a CPU with the pair as it is.
+``--speed`` runs batches of 1, 8, 16 and 32 in one engine: plainly, with every draft, with chains at the first
+one, two and three positions, and with chains where the planner finds that they pay. A step has 256 rows, so
+with 32 sequences no row is left and hedging must cost nothing. On a GPU with the bundled DSpark pair inflated
+to Qwen3-4B's geometry, on a CPU with the pair as it is.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from paceline.text.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 MAX_SEQS = 8
+SPEED_SIZES = (1, 8, 32, 16)
+SPEED_ROWS = 8 * max(SPEED_SIZES)
 HEDGES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1, 2))
 
 
@@ -89,13 +92,14 @@ class Always(HedgeController):
 def speed_engine(folder: str) -> EngineConfig:
     """One that can run with any number of chains."""
     hedge = {"hedge": MAX_SEQS, "hedge_auto": True}
+    limits = {"max_num_seqs": max(SPEED_SIZES), "max_num_batched_tokens": SPEED_ROWS}
     if not torch.cuda.is_available():
-        return EngineConfig.of(device="cpu", speculative_config={"method": "dspark", **hedge})
+        return EngineConfig.of(device="cpu", **limits, speculative_config={"method": "dspark", **hedge})
     target, drafter = inflate_pair(
         "mini", "mini-dspark", "qwen3-4b", folder + "/pair", pad_vocab=True, dtype="bfloat16"
     )
     speculative = {"model": str(drafter), **hedge}
-    return EngineConfig.of(model=str(target), device="cuda", max_num_seqs=16, speculative_config=speculative)
+    return EngineConfig.of(model=str(target), device="cuda", **limits, speculative_config=speculative)
 
 
 def measure_speed(output_len: int, limit_s: float) -> list[dict[str, Any]]:
@@ -118,7 +122,7 @@ def measure_speed(output_len: int, limit_s: float) -> list[dict[str, Any]]:
         tokenizer = Tokenizer.from_folder(Path(core.info.folder))
         prompts = [tokenizer.encode(text) for text in read_prompts(None)]
         for temperature in (0.0, 1.0):
-            for size in (1, 8, 16):
+            for size in SPEED_SIZES:
                 runs: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
                 for repeat in range(4):
                     for name, (scheduler.planner, hedger.controller) in modes.items():
@@ -166,8 +170,9 @@ def main() -> None:
         rows = measure_speed(options.output_len, options.limit_s)
         if options.json:
             machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            machine["command"] = f"python benchmarks/hedging.py --speed --output-len {options.output_len}"
             options.json.write_text(
-                json.dumps({"bench": "hedging speed", "machine": machine, "results": rows})
+                json.dumps({"bench": "hedging speed", "machine": machine, "results": rows}, indent=1)
             )
         return
     results = []

@@ -6,9 +6,10 @@
 Acceptance is synthetic, a function of seed and position, so that all modes are given the same text. Every
 cell is closed batches of answers of one length behind prompts whose prefix is warm. An engine without a
 drafter gives ``alone``; another one runs the other modes in turn: ``plain`` (the planner never drafts),
-``fixed`` (all drafts are verified) and ``auto``, which forgets what stood and looks around for two untimed
-runs. The best run of each mode counts. ``--domain`` changes the accept length under steady traffic instead,
-and tells how much of the best each of the following seconds had.
+``fixed`` (all drafts are verified) and ``auto``, which forgets what stood and looks around for an untimed
+run. The best run of each mode counts; one that is far behind in the first runs has no second. ``--domain``
+then changes the accept length under steady traffic, and tells how much of the best each of the following
+seconds had; it may be given several times.
 
 Results are written after every cell; cells that the file has are not measured again. No cell begins after
 ``--budget-s``.
@@ -43,6 +44,8 @@ PROMPT_LEN = 128
 MIN_SEQUENCES = 2
 """A run of fewer sequences at once has several batches one after the other."""
 REPEATS = 2
+FAR_BEHIND = 0.85
+"""A mode with less than this share of another's first run cannot be the best."""
 WINDOW_S = 2.0
 
 
@@ -86,8 +89,8 @@ class Grid:
         speculative = {"synthetic_accept_length": 3.5}
         if self.cpu:
             bundled = {"method": "dspark", **speculative}
-            return EngineConfig.of(device="cpu", max_num_seqs=max(self.sizes), speculative_config=bundled)
-        base = EngineConfig.of(device="cuda", max_num_seqs=max(self.sizes), speculative_config=speculative)
+            return EngineConfig.of(device="cpu", max_num_seqs=max(CPU_SIZES), speculative_config=bundled)
+        base = EngineConfig.of(device="cuda", max_num_seqs=max(GPU_SIZES), speculative_config=speculative)
         return with_geometry(base, "qwen3-4b", "dspark-b7")
 
     def serve(self, driver: Driver, size: int, num_tokens: int) -> float:
@@ -125,11 +128,11 @@ class Grid:
             self.save()
         driver.close()
 
-    def measure_cells(self) -> None:
-        """Every cell that is missing."""
+    def measure_cells(self, domains: list[str]) -> None:
+        """Every cell that is missing, then changes of domain."""
         done = {(row["batch_size"], row["accept_length"]) for row in self.report["results"]}
         cells = [(size, length) for size in self.sizes for length in ACCEPT_LENGTHS]
-        if set(cells) <= done:
+        if set(cells) <= done and not domains:
             return
         driver = self.load(self.engine())
         self.report["ready_s"] = driver.info.ready_s
@@ -144,6 +147,9 @@ class Grid:
                     f"of best {row['of_best']:.3f}  of alone {row['of_alone']:.3f}  {row['rounds']}",
                     flush=True,
                 )
+        for domain in domains:
+            size, first, then, seconds = domain.split(",")
+            self.measure_domain(driver, int(size), (float(first), float(then)), float(seconds))
         driver.close()
 
     def measure(self, driver: Driver, size: int, accept_length: float) -> dict[str, Any]:
@@ -152,17 +158,20 @@ class Grid:
         accept(driver, accept_length)
         row: dict[str, Any] = {"batch_size": size, "accept_length": accept_length}
         planner.survival = Survival(driver.info.max_num_seqs, driver.num_drafts)
+        driver.core.scheduler.planner = planner
         self.serve(driver, size, 8)
-        for _ in range(2):
-            self.serve(driver, size, self.num_tokens)
+        self.serve(driver, size, self.num_tokens)
         before = planner.rounds.copy()
         never = NeverDraft(planner.costs, planner.survival)
         modes: dict[str, Planner | None] = {"plain": never, "fixed": None, "auto": planner}
         runs: dict[str, list[float]] = {name: [] for name in modes}
-        for _ in range(REPEATS):
+        for repeat in range(REPEATS):
+            best = max(map(sum, runs.values()))
             for name, chosen in modes.items():
-                driver.core.scheduler.planner = chosen
-                runs[name].append(self.serve(driver, size, self.num_tokens))
+                if repeat == 0 or name == "auto" or runs[name][0] > FAR_BEHIND * best:
+                    driver.core.scheduler.planner = chosen
+                    runs[name].append(self.serve(driver, size, self.num_tokens))
+        driver.core.scheduler.planner = planner
         row |= {name: max(found) for name, found in runs.items()}
         row["runs"] = runs
         row["rounds"] = {f"{depth}, {reason}": n for (depth, reason), n in (planner.rounds - before).items()}
@@ -173,9 +182,8 @@ class Grid:
         row["of_alone"] = row["auto"] / row["alone"]
         return row
 
-    def measure_domain(self, size: int, lengths: tuple[float, float], seconds: float) -> None:
+    def measure_domain(self, driver: Driver, size: int, lengths: tuple[float, float], seconds: float) -> None:
         """Steady traffic that changes its accept length half-way."""
-        driver = self.load(self.engine())
         planner = planner_of(driver)
         best = {}
         for length in lengths:
@@ -202,16 +210,15 @@ class Grid:
         )
         self.save()
         drain(driver)
-        driver.close()
 
     def traffic(self, driver: Driver, size: int) -> Iterator[float]:
-        """Tokens per second of one window after the other while there are always twice ``size`` requests."""
+        """Tokens per second of one window after the other while there are always ``size`` requests."""
         prompts = random_prompts(size, PROMPT_LEN, driver.info.vocab_size, seed=size)
         scheduler, count = driver.core.scheduler, 0
         while True:
             start, tokens = time.perf_counter(), 0
             while time.perf_counter() - start < WINDOW_S:
-                while scheduler.num_running + scheduler.num_waiting < 2 * size:
+                while scheduler.num_running + scheduler.num_waiting < size:
                     params = SamplingParams(
                         temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True, seed=count
                     )
@@ -251,17 +258,15 @@ def main() -> None:
     parser.add_argument("json_path")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--budget-s", type=float, default=150.0, help="begin no further cell after this")
-    parser.add_argument("--num-tokens", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--domain", help="SIZE,FROM,TO,SECONDS: change the accept length instead")
+    parser.add_argument("--num-tokens", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--sizes", help="batch sizes instead of all, with commas between")
+    parser.add_argument("--domain", action="append", default=[], help="SIZE,FROM,TO,SECONDS")
     options = parser.parse_args()
     grid = Grid(options)
-    if options.domain:
-        size, first, then, seconds = options.domain.split(",")
-        grid.sizes = (int(size),)
-        grid.measure_domain(int(size), (float(first), float(then)), float(seconds))
-        return
+    if options.sizes is not None:
+        grid.sizes = tuple(int(size) for size in options.sizes.split(",") if size)
     grid.measure_alone()
-    grid.measure_cells()
+    grid.measure_cells(options.domain)
 
 
 if __name__ == "__main__":

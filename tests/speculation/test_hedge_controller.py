@@ -63,6 +63,17 @@ def test_climbs_while_a_chain_more_pays() -> None:
     assert controller.settled and controller.chains == 3, "there are no more"
 
 
+def test_rounds_without_a_place_for_chains_are_no_measurement() -> None:
+    traffic = Traffic(lambda chains: 100)
+    for _ in range(2 * CLIMB):  # plain rounds of a planner, as many and as fast as they may be
+        traffic.run(TUNING.window_rounds - 1)
+        traffic.now_s += 0.001
+        traffic.controller.interrupted(traffic.now_s)
+    assert not traffic.controller.speeds and traffic.controller.chains == 0
+    controller = traffic.run(TUNING.window_rounds)
+    assert controller.speeds == {0: pytest.approx(100 / 0.01)}, "timed from the interruption on"
+
+
 def test_looks_again_after_a_while() -> None:
     traffic = Traffic(lambda chains: 100 + 10 * chains)
     traffic.run(4 * CLIMB)

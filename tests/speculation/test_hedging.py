@@ -12,8 +12,10 @@ from paceline.errors import ConfigError
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.config import SpeculativeConfig
 from paceline.speculation.controller import HedgeController, HedgeTuning
+from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.hedging import HedgeCandidate, HedgeLimits, Hedger
 from support.engines import complete, golden_core, golden_prompts, tokens_of
+from support.round_world import World
 
 
 def hedger(max_seqs: int = 4, positions: tuple[int, ...] = (0, 2), num_drafts: int = 5) -> Hedger:
@@ -135,6 +137,31 @@ def test_the_controller_tries_chains_while_serving_and_the_tokens_stay() -> None
     assert {0, 1} <= set(controller.speeds), "both were timed"
     stats = core.stats().hedging
     assert stats.num_chains > 0
+
+
+def test_the_controller_hears_nothing_of_rounds_that_leave_no_place_for_chains() -> None:
+    core = hedged_core(speculative={"hedge_auto": True})
+    scheduler = core.scheduler
+    scheduler.planner = planner = World(seed=1).planner  # it knows other rounds, and decides all the same
+    controller = scheduler.hedger.controller
+    controller.chains = 2
+    heard: list[bool] = []
+    controller.round_done = lambda now_s, tokens, executed: heard.append(True)
+    controller.interrupted = lambda now_s: heard.append(False)
+    decided: list[Decision] = []
+    decide = planner.decide
+
+    def seen(batch: Batch) -> Decision:
+        decided.append(decide(batch))
+        return decided[-1]
+
+    planner.decide = seen  # type: ignore[method-assign]
+    complete(core, golden_prompts(4, seed=2), [GREEDY] * 4)
+    stats = core.stats().hedging
+    rounds = [decision for decision in decided if decision.expected]
+    assert heard == [decision.hedge for decision in rounds], "one word for each round that decodes"
+    assert {decision.propose for decision in rounds if not decision.hedge} == {False}
+    assert False in heard and True in heard and stats.num_chains > 0
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ class Driver:
         self._frontend = Frontend(self.info, skip_tokenizer_init=True, generation_config="none")
         self._open: dict[str, RequestState] = {}
         self._count = 0
+        gc.collect()
+        gc.freeze()  # as a server does: what lives now is not looked at again and again
 
     def prepare_greedy(self) -> None:
         """Capture every round that greedy requests may need, whatever the planner chooses."""
@@ -122,6 +124,7 @@ class Driver:
     def close(self) -> None:
         """Give the engine's memory back, for another engine in this process."""
         del self.core, self._frontend
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -493,8 +493,12 @@ class Scheduler:
 
     def round_done(self, step: PlannedStep, now_s: float, tokens: int) -> None:
         """A step that was committed at ``now_s`` brought so many tokens."""
-        if self.hedger is not None and self.hedger.controller is not None and step.chains is not None:
+        if self.hedger is None or self.hedger.controller is None or step.chains is None:
+            return
+        if step.decision.hedge:
             self.hedger.controller.round_done(now_s, tokens, step.chains)
+        else:
+            self.hedger.controller.interrupted(now_s)
 
     @staticmethod
     def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:

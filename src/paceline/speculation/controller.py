@@ -8,7 +8,8 @@ committed, chains it executed), so a log of them replays to the same choices.
 
 * A window counts only if all its rounds executed the same number of chains; a round that executed fewer than
   was asked for, because rows were short, is booked to what it executed.
-* After a pause the window begins anew: rounds before and after it may be different traffic.
+* After a pause the window begins anew: rounds before and after it may be different traffic. So it does after
+  a round that did not verify all drafts or made none, which the verify planner decides.
 * Flat traffic settles at 0: a chain more must gain the margin.
 """
 
@@ -94,6 +95,16 @@ class HedgeController:
             self._judge()
         elif self.max_chains and self.settled and self._asked >= self.tuning.settle_rounds:
             self._explore()
+
+    def interrupted(self, now_s: float) -> None:
+        """A round was committed in which chains had no place, whatever was asked for: it does not tell what
+        they bring.
+
+        Args:
+            now_s: when, in seconds of the same clock.
+        """
+        self._last_s = now_s
+        self._restart_window()
 
     def _restart_window(self) -> None:
         self._rounds = self._tokens = 0

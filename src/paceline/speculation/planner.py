@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,14 @@ class _Trial:
     depth: int
     propose: bool
     baseline: float
+
+
+class _Seen(NamedTuple):
+    """What was last worked out of a batch: chances of its drafts [N, g], tokens by depth, the best depth."""
+
+    chances: NDArray[np.int64] | None
+    now: list[float]
+    depth: int
 
 
 def allot(chances: NDArray[np.int64], slots: Sequence[int], limits: Sequence[int], rows: int) -> list[int]:
@@ -135,6 +144,8 @@ class Planner:
         self._settled_for: tuple[int, bool] | None = None
         self._settled_until = 0
         self._settle_after = 1
+        self._situation: tuple[object, ...] = ()  # what ``_seen`` was worked out for
+        self._seen = _Seen(None, [], 0)
         self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
         self._drafted = False  # whether drafts were ever verified
@@ -153,19 +164,18 @@ class Planner:
         propose = self._depth > 0
         if not num_seqs:  # only prefill: who gets to its first token drafts if the next round does
             return Decision(0, None, propose, "drafts pay" if propose else "plain is faster")
-        if any(batch.available):
-            chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
-            now = expected_tokens(chances, batch.available)
-        else:
-            chances, now = None, [float(num_seqs)] * (self.costs.num_drafts + 1)
 
         @cache
         def seconds(depth: int, propose: bool) -> float:
             return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
 
         choices = (0, *self.costs.counts(num_seqs))
-        reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
-        depth = max(choices[: reach + 1], key=lambda k: now[k] - rate * seconds(k, propose))
+        drafts = sum(batch.available)
+        situation = (self._settled_for, self._settled_until, num_seqs, max(batch.available), drafts)
+        if situation != self._situation or drafts > batch.row_limit:  # else the last look still holds
+            self._situation = situation
+            self._look(batch, choices, lambda k: rate * seconds(k, propose))
+        chances, now, depth = self._seen
         # What trials cost is told at the rate of this round, if that is more: a token of a sequence that ends
         # before others saves little, but is not free.
         worth = max(rate, now[depth] / seconds(depth, propose))
@@ -189,6 +199,16 @@ class Planner:
             hedge=self._hedges,
         )
         return self.last
+
+    def _look(self, batch: Batch, choices: Sequence[int], price: Callable[[int], float]) -> None:
+        """Work out what the round may commit, and the depth at which that is most beyond what it costs."""
+        if any(batch.available):
+            chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
+            now = expected_tokens(chances, batch.available)
+        else:
+            chances, now = None, [float(len(batch.slots))] * (self.costs.num_drafts + 1)
+        reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
+        self._seen = _Seen(chances, now, max(choices[: reach + 1], key=lambda k: now[k] - price(k)))
 
     def _trial(
         self,
@@ -248,8 +268,10 @@ class Planner:
         """
         depth, had = self.costs.num_drafts, self._hedges
         self._hedges = False
+        if self.odds is None:  # how many is for others to say; they go with all drafts there are
+            self._hedges = chosen.propose and all(chosen.depth >= drafts for drafts in batch.available)
+            return 0.0
         if batch.hedged == 0:
-            self._hedges = self.odds is None  # not for the planner to say
             return 0.0
         gain, extra = self._chains(batch, len(batch.slots))
         self._unhedged_s += self.costs.seconds(
