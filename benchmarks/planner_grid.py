@@ -46,7 +46,7 @@ MIN_SEQUENCES = 2
 REPEATS = 2
 FAR_BEHIND = 0.85
 """A mode with less than this share of another's first run cannot be the best."""
-WINDOW_S = 2.0
+WINDOW_S = 1.0
 
 
 class NeverDraft(Planner):

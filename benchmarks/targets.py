@@ -1,6 +1,7 @@
 """Every row of the performance targets, on one GPU at Qwen3-4B's geometry.
 
-    python benchmarks/targets.py --out FOLDER [--parts plain,dspark,...] [--repeats 3] [--rounds 1,8,32]
+    python benchmarks/targets.py --out FOLDER [--parts plain,dspark,...] [--rows decode,rounds,...]
+        [--repeats 3] [--rounds 1,8,32]
 
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
 3.52, every draft verified); ``planned`` is ``dspark`` with the verify planner, ``deterministic`` is ``plain``
@@ -50,6 +51,7 @@ DRAFTERS = {
     "deterministic": None,
 }
 PARTS = (*DRAFTERS, "real", "startup")
+ROWS = ("decode", "prefill", "prefix", "rounds")
 SHAPES = [(1, 128, 512), (1, 4000, 256), (8, 128, 512), (32, 128, 256), (64, 1024, 256), (128, 1024, 256)]
 SMALL_SHAPES = [(1, 32, 24), (4, 32, 24)]
 
@@ -106,8 +108,10 @@ def engine_of(part: str, small: bool) -> EngineConfig:
     return with_geometry(base, GEOMETRY, drafter)
 
 
-def run_random(results: Results, part: str, repeats: int, sizes: list[int], small: bool) -> None:
-    """Decoding at every shape, prefill, prefixes, and rounds taken apart."""
+def run_random(
+    results: Results, part: str, rows: list[str], repeats: int, sizes: list[int], small: bool
+) -> None:
+    """Of decoding at every shape, prefill, prefixes, and rounds taken apart, those asked for."""
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
     driver = Driver(engine_of(part, small), prepare=False)
@@ -116,25 +120,29 @@ def run_random(results: Results, part: str, repeats: int, sizes: list[int], smal
     results.head["settings"] = {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate}
     results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})
     driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)
-    for shape in SMALL_SHAPES if small else SHAPES:
-        # One sequence draws few accept lengths: more runs, for their mean to settle.
-        runs = repeats * (5 if shape[0] == 1 and DRAFTERS[part] is not None else 1)
-        name = f"{part} {shape[0]} x {shape[1]} -> {shape[2]}"
-        results.measure(name, lambda s=shape, n=runs: asdict(measure_latency(driver, Shape(*s), n, rate)))
-    count, length = (4, 100) if small else (64, 1024)
-    results.measure(
-        f"{part} prefill {count} x {length}",
-        lambda: asdict(measure_throughput(driver, count, length, 1, None, repeats)),
-    )
-    cases = PrefixCases(6, 256, 16, 8, 512, 0) if small else PrefixCases(96, 4000, 16, 16, 16384, 0)
-    results.measure(f"{part} shared prefix", lambda: shared_prefix(driver, cases, repeats))
-    results.measure(f"{part} warm prefix", lambda: warm_prefix(driver, cases, 2 * repeats + 1))
-    context = 64 if small else 512
-    for size in sizes:
+    if "decode" in rows:
+        for shape in SMALL_SHAPES if small else SHAPES:
+            # One sequence draws few accept lengths: more runs, for their mean to settle.
+            runs = repeats * (5 if shape[0] == 1 and DRAFTERS[part] is not None else 1)
+            name = f"{part} {shape[0]} x {shape[1]} -> {shape[2]}"
+            results.measure(name, lambda s=shape, n=runs: asdict(measure_latency(driver, Shape(*s), n, rate)))
+    if "prefill" in rows:
+        count, length = (4, 100) if small else (64, 1024)
         results.measure(
-            f"{part} round at {size}",
-            lambda size=size: {"stages": measure_round(driver, size, context, 8, rate)},
+            f"{part} prefill {count} x {length}",
+            lambda: asdict(measure_throughput(driver, count, length, 1, None, repeats)),
         )
+    if "prefix" in rows:
+        cases = PrefixCases(6, 256, 16, 8, 512, 0) if small else PrefixCases(96, 4000, 16, 16, 16384, 0)
+        results.measure(f"{part} shared prefix", lambda: shared_prefix(driver, cases, repeats))
+        results.measure(f"{part} warm prefix", lambda: warm_prefix(driver, cases, 2 * repeats + 1))
+    if "rounds" in rows:
+        for size in sizes:
+            context = 64 if small else 512
+            results.measure(
+                f"{part} round at {size}",
+                lambda size=size, context=context: {"stages": measure_round(driver, size, context, 8, rate)},
+            )
 
 
 def run_real(results: Results, repeats: int) -> None:
@@ -164,6 +172,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}; random weights only")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--rounds",
@@ -176,6 +185,9 @@ def main() -> int:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}. There are {', '.join(PARTS)}.")
+    rows = args.rows.split(",")
+    if not set(rows) <= set(ROWS):
+        parser.error(f"--rows takes some of {', '.join(ROWS)}, with commas between; got {args.rows!r}.")
     rounds = args.rounds or ("1" if args.small else "1,8,32")
     if not all(size.isdecimal() and int(size) > 0 for size in rounds.split(",")):
         parser.error(f"--rounds takes batch sizes separated by commas, such as 1,8,32; got {rounds!r}.")
@@ -186,7 +198,7 @@ def main() -> int:
     (part,) = parts
     results = Results(args.out, part, torch.device("cpu" if args.small else "cuda"))
     if part in DRAFTERS:
-        run_random(results, part, args.repeats, [int(size) for size in rounds.split(",")], args.small)
+        run_random(results, part, rows, args.repeats, [int(size) for size in rounds.split(",")], args.small)
     elif part == "startup":
         for again in ("first", "again"):
             results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))
