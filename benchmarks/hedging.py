@@ -121,6 +121,7 @@ def measure_speed(output_len: int, limit_s: float) -> list[dict[str, Any]]:
         }
         tokenizer = Tokenizer.from_folder(Path(core.info.folder))
         prompts = [tokenizer.encode(text) for text in read_prompts(None)]
+        prompts += [prompt[1:] for prompt in prompts]
         for temperature in (0.0, 1.0):
             for size in SPEED_SIZES:
                 runs: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}

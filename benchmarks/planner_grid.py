@@ -8,8 +8,8 @@ cell is closed batches of answers of one length behind prompts whose prefix is w
 drafter gives ``alone``; another one runs the other modes in turn: ``plain`` (the planner never drafts),
 ``fixed`` (all drafts are verified) and ``auto``, which forgets what stood and looks around for an untimed
 run. The best run of each mode counts; one that is far behind in the first runs has no second. ``--domain``
-then changes the accept length under steady traffic, and tells how much of the best each of the following
-seconds had; it may be given several times.
+then changes the accept length under steady traffic, and tells how much of the better mode's tokens each
+second had before and after; it may be given several times.
 
 Results are written after every cell; cells that the file has are not measured again. No cell begins after
 ``--budget-s``.
@@ -148,8 +148,8 @@ class Grid:
                     flush=True,
                 )
         for domain in domains:
-            size, first, then, seconds = domain.split(",")
-            self.measure_domain(driver, int(size), (float(first), float(then)), float(seconds))
+            number, first, then, seconds = domain.split(",")
+            self.measure_domain(driver, int(number), (float(first), float(then)), float(seconds))
         driver.close()
 
     def measure(self, driver: Driver, size: int, accept_length: float) -> dict[str, Any]:
@@ -165,15 +165,18 @@ class Grid:
         never = NeverDraft(planner.costs, planner.survival)
         modes: dict[str, Planner | None] = {"plain": never, "fixed": None, "auto": planner}
         runs: dict[str, list[float]] = {name: [] for name in modes}
+        steps: dict[str, list[int]] = {name: [] for name in modes}
         for repeat in range(REPEATS):
             best = max(map(sum, runs.values()))
             for name, chosen in modes.items():
                 if repeat == 0 or name == "auto" or runs[name][0] > FAR_BEHIND * best:
                     driver.core.scheduler.planner = chosen
+                    done = driver.core.stats().num_steps
                     runs[name].append(self.serve(driver, size, self.num_tokens))
+                    steps[name].append(driver.core.stats().num_steps - done)
         driver.core.scheduler.planner = planner
         row |= {name: max(found) for name, found in runs.items()}
-        row["runs"] = runs
+        row |= {"runs": runs, "steps": steps}
         row["rounds"] = {f"{depth}, {reason}": n for (depth, reason), n in (planner.rounds - before).items()}
         row["spread"] = planner.survival.spread
         row["survival"] = planner.survival.overall().tolist()
@@ -183,30 +186,38 @@ class Grid:
         return row
 
     def measure_domain(self, driver: Driver, size: int, lengths: tuple[float, float], seconds: float) -> None:
-        """Steady traffic that changes its accept length half-way."""
-        planner = planner_of(driver)
-        best = {}
-        for length in lengths:
-            accept(driver, length)
-            rates = []
-            for chosen in (NeverDraft(planner.costs, planner.survival), None):
-                driver.core.scheduler.planner = chosen
-                traffic = self.traffic(driver, size)
-                next(traffic)
-                rates.append(next(traffic))
-                drain(driver)
-            best[length] = max(rates)
-        driver.core.scheduler.planner = planner
+        """Steady traffic that changes its accept length half-way. What is best then is measured in the same
+        traffic, before and after: requests that come one by one cost more than those that come together.
+        """
+        scheduler, planner = driver.core.scheduler, planner_of(driver)
+        never = NeverDraft(planner.costs, planner.survival)
         traffic = self.traffic(driver, size)
-        rows = []
-        for length in lengths:
-            accept(driver, length)
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                rows.append((length, next(traffic) / best[length]))
-                print(f"accept {length:.1f}: {rows[-1][1]:.3f} of the best", flush=True)
+        next(traffic)
+
+        def best() -> float:
+            found = []
+            for scheduler.planner in (never, None):
+                next(traffic)
+                found.append(max(next(traffic) for _ in range(2)))
+            scheduler.planner = planner
+            return max(found)
+
+        def watch() -> list[float]:
+            return [next(traffic) for _ in range(round(seconds / WINDOW_S))]
+
+        first, then = lengths
+        accept(driver, first)
+        reference = {first: best()}
+        next(traffic)  # drafts are in place again, or not
+        rates = {first: watch()}
+        accept(driver, then)
+        rates[then] = watch()
+        reference[then] = best()
+        rows = [(length, rate / reference[length]) for length in lengths for rate in rates[length]]
+        for length, share in rows:
+            print(f"batch {size:4d}  accept {length:.1f}: {share:.3f} of the best", flush=True)
         self.report.setdefault("domain", []).append(
-            {"batch_size": size, "window_s": WINDOW_S, "of_best": rows}
+            {"batch_size": size, "window_s": WINDOW_S, "best": reference, "of_best": rows}
         )
         self.save()
         drain(driver)

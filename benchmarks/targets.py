@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,21 @@ def engine_of(part: str, small: bool) -> EngineConfig:
     return with_geometry(base, GEOMETRY, drafter)
 
 
+def decoded(driver: Driver, shape: Shape, repeats: int, read_bytes_per_s: float) -> dict[str, Any]:
+    """A row of decoding."""
+    return asdict(measure_latency(driver, shape, repeats, read_bytes_per_s))
+
+
+def taken_apart(driver: Driver, size: int, context: int, read_bytes_per_s: float) -> dict[str, Any]:
+    """A row of a decode round by stages."""
+    return {"stages": measure_round(driver, size, context, 8, read_bytes_per_s)}
+
+
 def run_random(
-    results: Results, part: str, rows: list[str], repeats: int, sizes: list[int], small: bool
+    results: Results, part: str, args: argparse.Namespace, sizes: list[int], batches: list[int] | None
 ) -> None:
     """Of decoding at every shape, prefill, prefixes, and rounds taken apart, those asked for."""
+    rows, repeats, small = args.rows.split(","), args.repeats, args.small
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
     driver = Driver(engine_of(part, small), prepare=False)
@@ -121,11 +133,12 @@ def run_random(
     results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})
     driver.run(random_prompts(4, 64, driver.info.vocab_size, 9), 16)
     if "decode" in rows:
-        for shape in SMALL_SHAPES if small else SHAPES:
+        shapes = SMALL_SHAPES if small else SHAPES
+        for shape in (shape for shape in shapes if batches is None or shape[0] in batches):
             # One sequence draws few accept lengths: more runs, for their mean to settle.
             runs = repeats * (5 if shape[0] == 1 and DRAFTERS[part] is not None else 1)
             name = f"{part} {shape[0]} x {shape[1]} -> {shape[2]}"
-            results.measure(name, lambda s=shape, n=runs: asdict(measure_latency(driver, Shape(*s), n, rate)))
+            results.measure(name, partial(decoded, driver, Shape(*shape), runs, rate))
     if "prefill" in rows:
         count, length = (4, 100) if small else (64, 1024)
         results.measure(
@@ -139,10 +152,7 @@ def run_random(
     if "rounds" in rows:
         for size in sizes:
             context = 64 if small else 512
-            results.measure(
-                f"{part} round at {size}",
-                lambda size=size, context=context: {"stages": measure_round(driver, size, context, 8, rate)},
-            )
+            results.measure(f"{part} round at {size}", partial(taken_apart, driver, size, context, rate))
 
 
 def run_real(results: Results, repeats: int) -> None:
@@ -165,6 +175,12 @@ def run_real(results: Results, repeats: int) -> None:
             results.add(f"real pair, batch {row['batch_size']}", row)
 
 
+def numbers(text: str) -> list[int] | None:
+    """Positive numbers with commas between; None if there is anything else."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(p.isdecimal() and int(p) > 0 for p in parts) else None
+
+
 def main() -> int:
     """Run parts, each in a process of its own."""
     parser = argparse.ArgumentParser(
@@ -173,6 +189,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}; random weights only")
+    parser.add_argument("--batches", help="batch sizes that are decoded; all without")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--rounds",
@@ -188,9 +205,10 @@ def main() -> int:
     rows = args.rows.split(",")
     if not set(rows) <= set(ROWS):
         parser.error(f"--rows takes some of {', '.join(ROWS)}, with commas between; got {args.rows!r}.")
-    rounds = args.rounds or ("1" if args.small else "1,8,32")
-    if not all(size.isdecimal() and int(size) > 0 for size in rounds.split(",")):
-        parser.error(f"--rounds takes batch sizes separated by commas, such as 1,8,32; got {rounds!r}.")
+    sizes = numbers(args.rounds or ("1" if args.small else "1,8,32"))
+    batches = None if args.batches is None else numbers(args.batches)
+    if sizes is None or (batches is None and args.batches is not None):
+        parser.error("--rounds and --batches take batch sizes separated by commas, such as 1,8,32.")
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.here:
         command = [sys.executable, *sys.argv, "--here", "--parts"]
@@ -198,7 +216,7 @@ def main() -> int:
     (part,) = parts
     results = Results(args.out, part, torch.device("cpu" if args.small else "cuda"))
     if part in DRAFTERS:
-        run_random(results, part, rows, args.repeats, [int(size) for size in rounds.split(",")], args.small)
+        run_random(results, part, args, sizes, batches)
     elif part == "startup":
         for again in ("first", "again"):
             results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))

@@ -15,7 +15,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.speculation.costs import Measured, Round, RoundCosts
 from paceline.speculation.decision import Batch
 from paceline.speculation.horizon import finish_seconds, long_run_rates
-from paceline.speculation.survival import PRIOR_SPREAD, Survival
+from paceline.speculation.survival import LIVES, PRIOR_SPREAD, Survival
 from support.engines import golden_core, golden_prompts
 
 FLAT = np.array([[1.0] * 4, [2.0] * 4])
@@ -133,6 +133,20 @@ def test_spread_is_learnt_from_sequences_that_end() -> None:
     assert Survival(2, 3).spread == PRIOR_SPREAD
     assert learnt(3) < 0.1
     assert learnt(1) > 0.35, "4 tokens a round and 2, where 3 are expected"
+
+
+def test_what_was_learnt_of_spread_grows_old_while_nobody_drafts() -> None:
+    survival = Survival(2, 3)
+    for _ in range(20):
+        for _ in range(30):
+            survival.observe([0, 1], [3, 3], [3, 1])
+        survival.reset(0)
+        survival.reset(1)
+    wide = survival.spread
+    for _ in range(4 * LIVES):
+        survival.observe([0, 1], [0, 0], [0, 0])
+        survival.reset(0)
+    assert wide > 0.35 and survival.spread == pytest.approx(PRIOR_SPREAD, rel=0.2)
 
 
 def watched(**options: Any) -> tuple[EngineCore, list[Batch]]:

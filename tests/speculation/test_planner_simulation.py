@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.speculation.costs import Round
-from support.round_world import TIERS, World, cpu_seconds, fixed, gpu_seconds, plain
+from support.round_world import TIERS, World, cpu_seconds, fixed, gpu_seconds, h200_seconds, plain
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
@@ -133,6 +133,17 @@ def test_never_slower_where_nothing_refills_a_batch(
     got = planned.serve(lengths, num_tokens, batches)
     best = max(world().serve(lengths, num_tokens, batches, decide) for decide in (plain, fixed))
     assert got >= 0.97 * best
+
+
+@pytest.mark.parametrize(("num_seqs", "gain"), [(16, 1.0), (32, 1.03)])
+def test_what_is_not_known_of_a_closed_batch_does_not_keep_it_plain(num_seqs: int, gain: float) -> None:
+    """Two tokens a round on an H200: worth drafting, unless sequences were believed to end far apart. That
+    they do not is only seen where some were drafted.
+    """
+    world = World(h200_seconds)
+    world.serve([2.0] * num_seqs, 256, 2)
+    best = max(World(h200_seconds).serve([2.0] * num_seqs, 256, 2, decide) for decide in (plain, fixed))
+    assert world.serve([2.0] * num_seqs, 256, 2) > gain * best
 
 
 def rates(num_batches: int, num_tokens: int = 64, measured_plain: float = 1.0) -> tuple[World, list[float]]:

@@ -25,6 +25,23 @@ def gpu_seconds(round_: Round) -> float:
     return (plain + drafts + (0.75 + 0.0197 * size) * round_.propose) / 1e3
 
 
+H200_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+H200_PLAIN = (2.45, 2.55, 2.65, 2.83, 3.08, 3.32, 3.9, 5.05, 7.8)
+H200_DRAFTING = (3.15, 3.9, 4.1, 4.2, 4.4, 4.6, 5.75, 8.1, 12.9)
+H200_FULL = (3.25, 3.92, 4.15, 4.25, 5.0, 6.3, 10.3, 19.5, 37.2)
+"""Milliseconds of plain rounds, of those that only draft, and of those with seven drafts."""
+
+
+def h200_seconds(round_: Round) -> float:
+    """As measured at 4B with some 250 tokens of context (``benchmarks/planner_grid.py``). Up to eight rows
+    take the persistent kernel, so for two to eight sequences drafting means leaving it.
+    """
+    if not round_.propose and not round_.num_drafts:
+        return float(np.interp(round_.num_seqs, H200_SIZES, H200_PLAIN)) / 1e3
+    none, full = (np.interp(round_.num_seqs, H200_SIZES, times) for times in (H200_DRAFTING, H200_FULL))
+    return float(none + (full - none) * round_.num_drafts / NUM_DRAFTS) / 1e3
+
+
 def cpu_seconds(round_: Round) -> float:
     """Like the bundled pair on two cores: rows cost from the start, and drafting costs as much."""
     rows = round_.num_seqs * (round_.num_drafts + 1)

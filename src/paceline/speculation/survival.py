@@ -30,11 +30,15 @@ SHRINKAGE = 64
 """Trials the estimate over all sequences counts for in that of one sequence."""
 NEIGHBOUR = 16
 """Trials the position before counts for."""
-PRIOR_SPREAD = 0.25
+PRIOR_SPREAD = 0.1
 PRIOR_LIVES = 4
-"""How far sequences are believed to differ before any have ended, and for how many ended ones that counts."""
+"""How far sequences are believed to differ before any have ended, and for how many ended ones that counts.
+Less than texts often do: of too much nothing would ever be learnt, since no drafted sequence would end.
+"""
 LIVES = 64
-"""Sequences that ended after which older ones weigh 1/e."""
+"""Sequences that ended after which older ones weigh 1/e. Those that were not drafted count too: they say
+nothing, but what was learnt before grows old, and the prior returns.
+"""
 MIN_LIFE = 24.0
 """Tokens expected of a sequence's drafted rounds from which on it tells how sequences differ."""
 PRIOR_CHANCE = 0.85
@@ -74,6 +78,8 @@ class Survival:
             self._lives += 1
             found = (self._slot_due[slot] / self._slot_got[slot] - 1.0) ** 2
             self._variance += (found - self._variance) / min(PRIOR_LIVES + self._lives, LIVES)
+        else:
+            self._variance += (PRIOR_SPREAD**2 - self._variance) / LIVES
         self._slot_got[slot] = self._slot_due[slot] = 0.0
         self._slot_trials[slot] = 0.0
         self._slot_stood[slot] = 0.0
