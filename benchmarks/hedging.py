@@ -2,11 +2,13 @@
 
 Usage: python benchmarks/hedging.py [--json FILE] [--output-len 256]
        python benchmarks/hedging.py --speed [--json FILE] [--output-len 256]
+       python benchmarks/hedging.py --capacity [--json FILE] [--output-len 256]
 
 ``--speed`` runs batches of 1, 8, 16 and 32 in one engine: plainly, with every draft, with chains at the first
-one, two and three positions, and with chains where the planner finds that they pay. A step has 256 rows, so
-with 32 sequences no row is left and hedging must cost nothing. On a GPU with the bundled DSpark pair inflated
-to Qwen3-4B's geometry, on a CPU with the pair as it is.
+one, two and three positions, and with chains where the planner finds that they pay. A step has 256 rows: with
+32 sequences that have seven drafts each no row is left. ``--capacity`` keeps an engine there, others waiting,
+and compares seconds with chains at three positions and seconds without: hedging must cost nothing. On a GPU
+with the bundled DSpark pair inflated to Qwen3-4B's geometry, on a CPU with the pair as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from paceline.bench.machine import describe_machine
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
+from paceline.engine.messages import EngineRequest
 from paceline.proving.drive import complete, tokens_of
 from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
@@ -141,6 +144,52 @@ def measure_speed(output_len: int, limit_s: float) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_capacity(output_len: int, limit_s: float) -> list[dict[str, Any]]:
+    """Steady traffic with every row of a step in use: seconds with and without hedges, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        core = make_core(speed_engine(folder))
+    scheduler, hedger, size = core.scheduler, core.scheduler.hedger, max(SPEED_SIZES)
+    assert hedger is not None
+    scheduler.planner = None
+    tokenizer = Tokenizer.from_folder(Path(core.info.folder))
+    prompts = [tokenizer.encode(text) for text in read_prompts(None)]
+    count = 0
+
+    def window(seconds: float) -> float:
+        nonlocal count
+        start, tokens = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            while scheduler.num_running + scheduler.num_waiting < 2 * size:
+                params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+                prompt = prompts[count % len(prompts)]
+                core.add(EngineRequest(request_id=f"{count}", prompt_token_ids=prompt, params=params))
+                count += 1
+            tokens += sum(len(output.token_ids) for output in core.step())
+        return tokens / (time.perf_counter() - start)
+
+    modes = {"no hedge": Always(0), "{0,1,2}": Always(3)}
+    found: dict[str, list[float]] = {name: [] for name in modes}
+    chains = dict.fromkeys(modes, 0)
+    rounds = dict.fromkeys(modes, 0)
+    started = time.perf_counter()
+    while time.perf_counter() - started < limit_s:
+        for name, hedger.controller in modes.items():
+            window(0.5)  # what was made in the other mode is gone
+            before, hedged = core.stats().num_steps, hedger.num_rounds
+            found[name].append(window(2.0))
+            rounds[name] += core.stats().num_steps - before
+            chains[name] += hedger.num_rounds - hedged
+    return [
+        {
+            "hedges": name,
+            "tokens_per_s": statistics.median(rates),
+            "windows": rates,
+            "share_of_rounds_with_chains": chains[name] / rounds[name],
+        }
+        for name, rates in found.items()
+    ]
+
+
 def run_batches(
     core: EngineCore, prompts: list[list[int]], size: int, temperature: float, output_len: int
 ) -> tuple[float, float]:
@@ -165,16 +214,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="begin no further batch size after this")
+    parser.add_argument("--capacity", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="begin nothing further after this")
     options = parser.parse_args()
-    if options.speed:
-        rows = measure_speed(options.output_len, options.limit_s)
+    if options.speed or options.capacity:
+        measured = measure_speed if options.speed else measure_capacity
+        rows = measured(options.output_len, options.limit_s)
+        if options.capacity:
+            print("\n".join(map(str, rows)))
         if options.json:
             machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            machine["command"] = f"python benchmarks/hedging.py --speed --output-len {options.output_len}"
-            options.json.write_text(
-                json.dumps({"bench": "hedging speed", "machine": machine, "results": rows}, indent=1)
-            )
+            mode = "speed" if options.speed else "capacity"
+            machine["command"] = f"python benchmarks/hedging.py --{mode} --output-len {options.output_len}"
+            report = {"bench": f"hedging {mode}", "machine": machine, "results": rows}
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
         return
     results = []
     for method in ("dspark", "dflash"):

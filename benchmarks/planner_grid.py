@@ -72,7 +72,9 @@ class Grid:
         self.report: dict[str, Any] = {"results": [], "alone": {}}
         if self.path.exists():
             self.report = json.loads(self.path.read_text())
-        self.report["machine"] = describe_machine(torch.device("cpu" if self.cpu else "cuda"))
+        machine = describe_machine(torch.device("cpu" if self.cpu else "cuda"))
+        machine["command"] = "python benchmarks/planner_grid.py " + self.path.name
+        self.report["machine"] = machine
         self.report["settings"] = {"prompt_len": PROMPT_LEN, "num_tokens": self.num_tokens}
 
     @property

@@ -17,6 +17,7 @@ from paceline.speculation.decision import Batch
 from paceline.speculation.horizon import finish_seconds, long_run_rates
 from paceline.speculation.survival import LIVES, PRIOR_SPREAD, Survival
 from support.engines import golden_core, golden_prompts
+from support.round_world import h200_seconds
 
 FLAT = np.array([[1.0] * 4, [2.0] * 4])
 """Plain and drafted rounds of up to four sequences: a second and two, whatever their number."""
@@ -133,6 +134,22 @@ def test_spread_is_learnt_from_sequences_that_end() -> None:
     assert Survival(2, 3).spread == PRIOR_SPREAD
     assert learnt(3) < 0.1
     assert learnt(1) > 0.35, "4 tokens a round and 2, where 3 are expected"
+
+
+def test_four_that_stayed_plain_on_an_h200() -> None:
+    """Costs and chances as trials had found them there; a closed batch was drafted a quarter faster."""
+    sizes = {1: (7,), 4: (7,), 8: (7,)}
+    measured = [
+        Measured(round_, 256, h200_seconds(round_))
+        for size in sizes
+        for round_ in (Round(size, 0, False), Round(size, 0, True), Round(size, 7, True))
+    ]
+    survival = Survival(4, 7)
+    survival.overall = lambda: np.array([0.46, 0.23, 0.1, 0.05, 0.025, 0.015, 0.009])  # type: ignore[method-assign]
+    survival.of = lambda slots: np.tile(survival.overall(), (len(slots), 1))  # type: ignore[method-assign]
+    batch = Batch([0, 1, 2, 3], [0] * 4, [True] * 4, 256.0, 10**6, left=[255] * 4, refilled=False)
+    rates = long_run_rates(batch, (0, 7), RoundCosts(measured, 7, sizes), survival)
+    assert rates[7] > 1.05 * rates[0]
 
 
 def test_what_was_learnt_of_spread_grows_old_while_nobody_drafts() -> None:
