@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from paceline.cli import main, options
 from paceline.config import BUNDLED_DRAFTERS, EngineConfig
 from paceline.errors import ConfigError
 from paceline.server.options import ServeOptions
+from paceline.speculation.config import SpeculativeConfig
 
 
 def test_every_command_is_there_and_explains_itself() -> None:
@@ -48,7 +50,14 @@ def test_short_forms_join_the_config_and_must_not_repeat_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_speculative_tokens": 3}, {"draft_window": 64}, {"method": "dflash"}]
+    "fields",
+    [
+        {"num_speculative_tokens": 3},
+        {"draft_window": 64},
+        {"method": "dflash"},
+        *({field.name: field.default} for field in msgspec.structs.fields(SpeculativeConfig)[1:]),
+    ],
+    ids=str,
 )
 def test_a_config_without_a_drafter_takes_the_bundled_one_or_is_refused(fields: dict[str, object]) -> None:
     """It must not switch drafting off: only an empty config does."""
@@ -57,7 +66,8 @@ def test_a_config_without_a_drafter_takes_the_bundled_one_or_is_refused(fields: 
     assert speculation.model == str(BUNDLED_DRAFTERS[str(fields.get("method", "dspark"))])
     with pytest.raises(ConfigError, match="names no drafter, and org/other brings none"):
         _ = EngineConfig.of(model="org/other", speculative_config=fields).speculation
-    assert EngineConfig.of(speculative_config={}).speculation is None
+    for nothing in ({}, "{}", {"method": None}, '{"method": null}'):
+        assert EngineConfig.of(speculative_config=nothing).speculation is None
     assert EngineConfig.of(model="org/other").speculation is None
 
 

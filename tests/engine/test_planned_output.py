@@ -24,14 +24,24 @@ def params() -> list[SamplingParams]:
 
 
 class Erratic(Planner):
-    """Decides at random: depth, rows of each sequence, and whether to draft."""
+    """Decides at random: depth, rows of each sequence, whether to draft, and whether chains run.
 
-    def __init__(self, planner: Planner, seed: int) -> None:
+    Args:
+        planner: whose place it takes.
+        seed: of its decisions.
+        whole: share of rounds that verify and draft all there is, where chains have a place.
+    """
+
+    def __init__(self, planner: Planner, seed: int, whole: float = 0.0) -> None:
         super().__init__(planner.costs, planner.survival)
         self._rng = random.Random(seed)
+        self._whole = whole
         self.seen: list[Decision] = []
 
     def decide(self, batch: Batch) -> Decision:
+        if self._rng.random() < self._whole:
+            self.seen.append(Decision(7, None, True, "exploring", hedge=self._rng.random() < 0.8))
+            return self.seen[-1]
         depth = self._rng.choice((0, 0, 1, 3, 7))
         each = {slot: self._rng.randint(0, depth) for slot in sorted(batch.slots)}
         drafts = self._rng.choice((None, each))
@@ -39,9 +49,11 @@ class Erratic(Planner):
         return self.seen[-1]
 
 
-def planned_core(lookahead: int, hedge: int = 0, **options: object) -> EngineCore:
+def planned_core(
+    lookahead: int, options: dict[str, int], hedge: int = 0, draft_state: str = "paged"
+) -> EngineCore:
     """A golden engine with a planner."""
-    speculative = {"verify_planner": "auto", "hedge": hedge}
+    speculative = {"verify_planner": "auto", "hedge": hedge, "draft_state": draft_state}
     return golden_core(
         "qwen3_tiny", drafter="dspark_tiny_b7", lookahead=lookahead, speculative_config=speculative, **options
     )
@@ -53,15 +65,11 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lookahead", (0, 1))
-@pytest.mark.parametrize(
-    "options",
-    ({}, {"max_num_seqs": 4, "num_blocks": 14}, {"hedge": 6}),
-    ids=["plenty", "scarce", "hedged"],
-)
+@pytest.mark.parametrize("options", ({}, {"max_num_seqs": 4, "num_blocks": 14}), ids=["plenty", "scarce"])
 def test_any_decisions_give_the_same_tokens(
     lookahead: int, options: dict[str, int], expected: list[list[int]]
 ) -> None:
-    core = planned_core(lookahead, **options)
+    core = planned_core(lookahead, options)
     planner = core.scheduler.planner
     assert planner is not None
     core.scheduler.planner = erratic = Erratic(planner, seed=lookahead)
@@ -72,8 +80,25 @@ def test_any_decisions_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("lookahead", (0, 1))
+@pytest.mark.parametrize("draft_state", ("paged", "capture"))
+@pytest.mark.parametrize("options", ({}, {"max_num_seqs": 4, "num_blocks": 14}), ids=["plenty", "scarce"])
+def test_any_decisions_beside_hedges_give_the_same_tokens(
+    lookahead: int, draft_state: str, options: dict[str, int], expected: list[list[int]]
+) -> None:
+    core = planned_core(lookahead, options, hedge=6, draft_state=draft_state)
+    planner = core.scheduler.planner
+    assert planner is not None
+    core.scheduler.planner = erratic = Erratic(planner, seed=lookahead, whole=0.8)
+    for _ in range(3):
+        assert tokens_of(complete(core, PROMPTS, params())) == expected
+    stats = core.stats().hedging
+    assert stats is not None and stats.num_wins > 0 and stats.num_losses > 0
+    assert len({decision.depth for decision in erratic.seen}) > 2
+
+
+@pytest.mark.parametrize("lookahead", (0, 1))
 def test_the_planner_itself_gives_the_same_tokens(lookahead: int, expected: list[list[int]]) -> None:
-    core = planned_core(lookahead)
+    core = planned_core(lookahead, {})
     planner = core.scheduler.planner
     assert planner is not None
     assert tokens_of(complete(core, PROMPTS, params())) == expected

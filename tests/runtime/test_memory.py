@@ -56,6 +56,10 @@ def test_the_pool_takes_what_is_left_and_no_more(
 def test_too_little_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="No K/V block fits: a test leaves 1999 bytes, 1000 of them"):
         plan().within(1999, "a test")
+    with pytest.raises(
+        ConfigError, match=r"of them .* \(29050 by captured rows\).*lower draft_capture_mb, max_num"
+    ):
+        plan(captures=CaptureMemory(500, 80, 50)).within(1999, "a test")
 
 
 def test_the_smallest_plan_holds_what_a_step_needs() -> None:

@@ -299,3 +299,12 @@ def test_the_pool_shrinks_by_what_is_captured(caplog: pytest.LogCaptureFixture) 
     block = 16 * 2 * 64 * 4 * (6 + 2)
     assert all(total - block < size <= total for size in sizes.values())
     assert "requests of 512 tokens can draft at once" in caplog.text
+
+
+def test_a_pool_in_which_no_long_request_can_draft_is_told_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    for num_blocks, loud in ((4, True), (64, False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            capture_core("dspark_tiny_b7", num_blocks=num_blocks, max_model_len=128)
+        warned = [r.levelname for r in caplog.records if "NO REQUEST OF FULL LENGTH CAN DRAFT" in r.message]
+        assert warned == (["WARNING"] if loud else [])

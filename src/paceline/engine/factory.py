@@ -189,6 +189,7 @@ def _captured(config: EngineConfig, built: Built, captures: CaptureMemory) -> Ca
 def _log_captures(config: EngineConfig, built: Built, captures: CaptureMemory) -> None:
     """Say what captured draft state can hold."""
     reserve = DraftReserve(built.num_blocks, config.block_size)
+    ceiling = reserve.ceiling(built.max_model_len + built.draft_block_rows)
     logger.info(
         "Draft state: capture, %d blocks of tap rows (%.1f MiB, the longest prefix that can be restored is "
         "%d tokens) and %d being filled; draft K/V for %d tokens: %d requests of %d tokens can draft at once",
@@ -197,6 +198,14 @@ def _log_captures(config: EngineConfig, built: Built, captures: CaptureMemory) -
         captures.num_slots * config.block_size,
         captures.num_open,
         reserve.num_blocks * config.block_size,
-        reserve.ceiling(built.max_model_len + built.draft_block_rows),
+        ceiling,
         built.max_model_len,
     )
+    if not ceiling:
+        logger.warning(
+            "NO REQUEST OF FULL LENGTH CAN DRAFT: draft K/V holds %d tokens, one of %d tokens needs more and "
+            "is served without drafts. Raise the K/V memory (--num-blocks), lower --max-model-len, or use "
+            "--draft-state paged.",
+            reserve.num_blocks * config.block_size,
+            built.max_model_len,
+        )

@@ -40,6 +40,7 @@ def closeness_modes() -> list[Mode]:
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, lookahead=1, passes=2),
         Mode("drafts, hedged", speculative={"hedge": 8}, lookahead=1, passes=2),
         Mode("drafts, planned", speculative={"verify_planner": "auto"}, lookahead=1),
+        Mode("drafts, hedged, planned", speculative={"hedge": 8, "verify_planner": "auto"}, lookahead=1),
     ]
 
 
@@ -89,6 +90,7 @@ class ClosenessProof:
         core.reset_prefix_cache()
         result = ScoredResult(mode.name, sampling.name, len(self._prompts))
         recorder = RoundRecorder.on(core)
+        hedging = core.stats().hedging
         items: list[Produced] = []
         for number in range(mode.passes):
             # Other seeds each time: the tests of sampled tokens need draws that are independent.
@@ -104,6 +106,7 @@ class ClosenessProof:
                 reference = self._plain.setdefault(sampling.name, got)
                 result.num_differing = count_differing(reference, got)
         result.num_tokens = sum(len(item.tokens) for item in items)
+        result.count_hedges(hedging, core.stats().hedging)
         rounds = recorder.rounds
         if rounds:
             result.accept_length = 1 + sum(item.num_accepted for item in rounds) / len(rounds)

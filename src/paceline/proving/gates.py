@@ -21,6 +21,8 @@ from paceline.sampling.params import SamplingParams
 NEAR_TIE = 1e-3
 """Choices whose two best scores are closer than this may differ between two ways to compute them."""
 LOGPROB_TOLERANCE = 1e-4
+ENOUGH_HEDGED = 256
+"""Hedged spans among which some are won and some are lost, whatever the drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +232,15 @@ def second_turns(
         if core.scheduler.drafting.num_drafts and warm[0][0].num_draft_tokens == 0:
             violations.append(Violation("second turn", f"conversation {i}", "nothing was drafted"))
     return violations
+
+
+def hedges_win_and_lose(wins: int, losses: int) -> list[Violation]:
+    """Of many hedged spans some are won by a chain and some are not; else chains were never tried.
+
+    Args:
+        wins, losses: hedged spans in which a chain won, or none did.
+    """
+    if wins + losses < ENOUGH_HEDGED or (wins and losses):
+        return []
+    message = f"{wins} hedged spans were won by a chain and {losses} by none; both must occur"
+    return [Violation("hedges", "all hedged modes", message)]

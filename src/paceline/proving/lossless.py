@@ -13,7 +13,7 @@ import msgspec
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
-from paceline.engine.messages import SequenceOutput
+from paceline.engine.messages import HedgeStats, SequenceOutput
 from paceline.proving.drive import complete, tokens_of
 from paceline.proving.gates import Violation, first_difference, nothing_held, same_tokens
 from paceline.sampling.params import SamplingParams
@@ -112,6 +112,12 @@ def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 1
             lookahead=1,
             share=2,
         ),
+        Mode(
+            "drafts, hedged, planned",
+            speculative={"hedge": 8, "verify_planner": "auto"},
+            lookahead=1,
+            passes=2,
+        ),
         Mode("drafts, hedged, captured state", speculative={"hedge": 8, "draft_state": "capture"}, share=2),
         Mode("drafts, captured state", speculative={"draft_state": "capture"}, passes=2),
         Mode(
@@ -143,6 +149,12 @@ class ModeResult:
     hedge_wins: int = 0
     hedge_losses: int = 0
     violations: list[Violation] = field(default_factory=list)
+
+    def count_hedges(self, before: HedgeStats | None, after: HedgeStats | None) -> None:
+        """Add what came of chains between two looks at the counters."""
+        if before is not None and after is not None:
+            self.hedge_wins += after.num_wins - before.num_wins
+            self.hedge_losses += after.num_losses - before.num_losses
 
 
 Reference = dict[str, list[list[int]]]
@@ -218,9 +230,7 @@ class LosslessProof:
             accepted = stats.num_accepted_tokens - before.num_accepted_tokens
             result.accept_length = 1 + accepted / rounds if rounds else None
             result.num_preemptions = stats.num_preemptions - before.num_preemptions
-            if stats.hedging is not None and before.hedging is not None:
-                result.hedge_wins = stats.hedging.num_wins - before.hedging.num_wins
-                result.hedge_losses = stats.hedging.num_losses - before.hedging.num_losses
+            result.count_hedges(before.hedging, stats.hedging)
             results.append(result)
         return results
 

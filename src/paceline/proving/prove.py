@@ -24,6 +24,7 @@ from paceline.proving.gates import (
     accepted_as_coupled,
     drafts_as_recomputed,
     flat_acceptance,
+    hedges_win_and_lose,
     nothing_held,
     second_turns,
 )
@@ -217,8 +218,10 @@ class _Prover:
     def prove(self) -> Proof:
         """Everything that can be asked on this device."""
         if self._exact:
-            return Proof("L1: the same tokens (CPU, float32)", list(self._lossless()), list(self._checks()))
-        return Proof("L2: scored against plain decoding", list(self._closeness()), list(self._loose_checks()))
+            modes = list(self._lossless())
+            return Proof("L1: the same tokens (CPU, float32)", modes, [_hedges(modes), *self._checks()])
+        modes = list(self._closeness())
+        return Proof("L2: scored against plain decoding", modes, [_hedges(modes), *self._loose_checks()])
 
     def _sized(self) -> EngineConfig:
         """Room for everything that runs at once, and no more: scoring needs memory beside it."""
@@ -314,6 +317,13 @@ class _Prover:
         probe = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=20)
         found = second_turns(self._engine(), self._engine(), conversations, prompt[:3], probe)
         return Check("second turns equal a fresh engine's", f"{len(conversations)} conversations", found)
+
+
+def _hedges(modes: Sequence[ModeResult]) -> Check:
+    """Whether chains won and lost."""
+    wins, losses = (sum(getattr(mode, name) for mode in modes) for name in ("hedge_wins", "hedge_losses"))
+    detail = f"{wins:,} won, {losses:,} lost"
+    return Check("hedge chains win and lose", detail, hedges_win_and_lose(wins, losses))
 
 
 def _token_ids(line: str) -> list[int] | None:

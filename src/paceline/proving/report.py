@@ -115,6 +115,8 @@ def _mode(result: ModeResult) -> dict[str, Any]:
         "accept_length": result.accept_length,
         "num_cached_tokens": result.num_cached_tokens,
         "num_preemptions": result.num_preemptions,
+        "hedge_wins": result.hedge_wins,
+        "hedge_losses": result.hedge_losses,
         "violations": [str(item) for item in result.violations],
     }
     if isinstance(result, ScoredResult):

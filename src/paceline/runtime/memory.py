@@ -167,10 +167,14 @@ class MemoryPlan:
         blocks = (budget - self.fixed_bytes) // self.block_bytes
         if blocks < 1:
             fixed = self.fixed_bytes
-            beside = f", {fixed} of them taken whatever the size of the pool" if fixed else ""
+            captured = 0 if self.captures is None else self.captures.num_bytes
+            rows = f" ({captured} by captured rows)" if captured else ""
+            beside = f", {fixed} of them taken whatever the size of the pool{rows}" if fixed else ""
+            less = "draft_capture_mb, " if captured else ""
             raise ConfigError(
                 f"No K/V block fits: {source} leaves {budget} bytes{beside}; one block takes "
-                f"{self.block_bytes}. Give more memory, or lower max_num_batched_tokens or max_num_seqs."
+                f"{self.block_bytes}. Give more memory, or lower {less}max_num_batched_tokens or "
+                "max_num_seqs."
             )
         logger.info("K/V budget %.2f GiB (%s)", budget / 2**30, source)
         return replace(self, num_blocks=blocks)

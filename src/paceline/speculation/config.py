@@ -16,7 +16,7 @@ DEFAULT_MARKOV_CANDIDATES = 256
 class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How drafts are made.
 
-    ``SpeculativeConfig()``, with nothing set, switches speculation off.
+    ``SpeculativeConfig()``, with nothing set, switches speculation off; so does the dict ``{}``.
     """
 
     method: Literal["dspark", "dflash"] | None = None
@@ -104,15 +104,19 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     def of(cls, value: SpeculativeConfig | dict[str, Any] | str | None) -> SpeculativeConfig | None:
         """From a dict or JSON text; None and a config stay what they are.
 
+        Only what says nothing, ``{}`` or a ``method`` of null alone, switches speculation off. Keys that are
+        given their defaults say that drafts are wanted: from the bundled drafter, if no other is named.
+
         Raises:
             ConfigError: unknown key, wrong type, or JSON that does not parse.
         """
         if value is None or isinstance(value, cls):
             return value
         try:
-            if isinstance(value, str):
-                return msgspec.json.decode(value, type=cls)
-            return msgspec.convert(value, cls)
+            raw: Any = msgspec.json.decode(value) if isinstance(value, str) else value
+            config = msgspec.convert(raw, cls)
+            wanted = any(key != "method" for key in raw)
+            return msgspec.structs.replace(config, method="dspark") if wanted and config == cls() else config
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             if isinstance(error.__cause__, ConfigError):  # a range check: its message says it all
                 raise error.__cause__ from None
