@@ -1,5 +1,9 @@
 """Accept length with hedges, beside what the break study expects of them; or what they are worth in time.
 
+The study expects from rounds without hedges. With hedges rounds begin elsewhere, and few are won (some forty
+of a thousand), so gains differ by chance. Therefore the study also looks at the hedged run's own rounds: the
+tokens it says chains should have won there (``study_tokens``) stand beside those they did (``won_tokens``).
+
 Usage: python benchmarks/hedging.py [--json FILE] [--output-len 256]
        python benchmarks/hedging.py --speed [--json FILE] [--output-len 256]
        python benchmarks/hedging.py --capacity [--json FILE] [--output-len 256]
@@ -18,18 +22,20 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.bench.breaks import study
 from paceline.bench.inflate import inflate_pair
 from paceline.bench.machine import describe_machine
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.engine.messages import EngineRequest
-from paceline.proving.drive import complete, tokens_of
+from paceline.proving.drive import Round, RoundRecorder, complete, runner_of, tokens_of
 from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.controller import HedgeController
@@ -59,6 +65,8 @@ def measure(method: str, temperature: float, positions: tuple[int, ...], output_
         speculative |= {"hedge": MAX_SEQS, "hedge_positions": list(positions)}
     core = make_core(EngineConfig.of(device="cpu", speculative_config=speculative))
     tokenizer, texts, tokens = Tokenizer.from_folder(Path(core.info.folder)), read_prompts(None), []
+    stage, recorder = runner_of(core).drafting, RoundRecorder.on(core)
+    assert stage is not None
     for first in range(0, len(texts), MAX_SEQS):
         prompts = [tokenizer.encode(text) for text in texts[first : first + MAX_SEQS]]
         params = [
@@ -67,10 +75,20 @@ def measure(method: str, temperature: float, positions: tuple[int, ...], output_
         ]
         tokens += tokens_of(complete(core, prompts, params))
     stats = core.stats()
-    found = {"accept_length": 1 + stats.num_accepted_tokens / stats.num_drafts, "tokens": tokens}
+    accept_length = 1 + stats.num_accepted_tokens / stats.num_drafts
+    found: dict[str, Any] = {"accept_length": accept_length, "tokens": tokens}
     if stats.hedging is not None:
         names = ("num_rounds", "num_chains", "num_wins", "num_losses", "num_tokens")
         found |= {name: getattr(stats.hedging, name) for name in names}
+    if positions and not temperature:
+        found["won_tokens"] = found["study_tokens"] = 0
+        lives: dict[int, list[Round]] = defaultdict(list)
+        for item in recorder.rounds:
+            lives[item.life].append(item)
+        for rounds in lives.values():  # an answer's first block comes with its prompt, without chains
+            breaks = study(stage.drafter, rounds, stage.num_drafts)[1:]
+            found["won_tokens"] += sum(r.num_accepted - r.num_standing for r in rounds[1 : len(breaks) + 1])
+            found["study_tokens"] += sum(item.gain for item in breaks if item.accepted in positions)
     return found
 
 

@@ -30,6 +30,24 @@ def test_rounds_break_where_the_engine_saw_them_break(name: str) -> None:
     assert any(item.gain > 1 for item in breaks), "some tail counted"
 
 
+@pytest.mark.parametrize("name", ("dspark_tiny_b7", "dflash_tiny_b16"))
+def test_chains_win_what_the_study_says_they_should(name: str) -> None:
+    core = golden_core("qwen3_tiny", drafter=name, speculative_config={"hedge": 8})
+    recorder = RoundRecorder.on(core)
+    complete(core, golden_prompts(8), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    num_drafts, won, expected = core.scheduler.drafting.num_drafts, [], []
+    for life in {item.life for item in recorder.rounds}:
+        rounds = [item for item in recorder.rounds if item.life == life]
+        # An answer's first block is drafted with its prompt, without chains.
+        breaks = study(drafter_of(core), rounds, num_drafts)[1:]
+        gains = [item.gain if item.accepted <= 2 else 0 for item in breaks]
+        expected += gains
+        # Near its end a request verifies fewer drafts, and what its chain had beyond the end is no gain.
+        pairs = zip(gains, rounds[1:], strict=False)
+        won += [r.num_accepted - r.num_standing if len(r.drafts) == num_drafts else gain for gain, r in pairs]
+    assert won == expected and sum(expected) > 5
+
+
 def test_summary() -> None:
     breaks = [Break(0, 2, 3), Break(0, 5, 0), Break(1, 2, 1), Break(2, None, 0)]
     rows = {row["at"]: row for row in summarise(breaks, 2)}

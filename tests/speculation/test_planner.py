@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -232,6 +233,15 @@ def test_expected_and_realised_tokens_agree() -> None:
     planner = settled(32, 3.5).planner
     assert planner.realised_tokens == pytest.approx(planner.expected_tokens, rel=0.05)
     assert sum(planner.rounds.values()) == 300
+
+
+def test_a_debug_line_tells_of_every_round(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "paceline.speculation.planner"):
+        World().run(8, 3.5, 20)
+    lines = [record.message for record in caplog.records if "a round of" in record.message]
+    assert len(lines) == 20
+    told = r"8 sequences verified up to \d drafts \((drafts pay|exploring)\), [\d.]+ tokens expected, \d+ came"
+    assert all(re.search(told, line) for line in lines[3:])
 
 
 def test_every_depth_is_tried_now_and_then() -> None:

@@ -369,6 +369,15 @@ class Planner:
         if self.odds is not None and chains:
             self.odds.observe(accepted, drafts, chains, won)
         tokens = sum(accepted) + sum(won) + len(slots)
+        logger.debug(
+            "Verify planner: a round of %d sequences verified up to %d drafts (%s), %.1f tokens expected, "
+            "%d came",
+            len(slots),
+            decision.depth,
+            decision.reason,
+            decision.expected,
+            tokens,
+        )
         self.expected_tokens += decision.expected
         self.realised_tokens += tokens
         if decision.reason == "exploring":
