@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -179,5 +180,15 @@ def test_an_engine_reports_the_same_logprobs_with_drafts_chunks_and_neighbours()
     alone_core = golden_core("qwen3_tiny", deterministic=True, enable_prefix_caching=False)
     alone = [logprobs(alone_core, [prompt])[0] for prompt in prompts]
     assert all(len(found) == 12 for found in alone)
-    for options in ({"max_num_batched_tokens": 7, "max_num_seqs": 6}, {"drafter": "dspark_tiny_b7"}):
-        assert logprobs(golden_core("qwen3_tiny", deterministic=True, **options), prompts) == alone, options
+    drafter: dict[str, Any] = {"drafter": "dspark_tiny_b7"}
+    for options in (
+        {"max_num_batched_tokens": 7, "max_num_seqs": 6},
+        {"num_blocks": 14},
+        drafter,
+        {**drafter, "num_blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 11},
+        {**drafter, "speculative_config": {"draft_state": "capture"}},
+        {**drafter, "speculative_config": {"verify_planner": "auto"}, "lookahead": 1},
+    ):
+        core = golden_core("qwen3_tiny", deterministic=True, **options)
+        for _ in ("cold", "prefixes cached"):
+            assert logprobs(core, prompts) == alone, options
