@@ -160,7 +160,7 @@ def test_the_controller_hears_nothing_of_rounds_that_leave_no_place_for_chains()
     stats = core.stats().hedging
     rounds = [decision for decision in decided if decision.expected]
     assert heard == [decision.hedge for decision in rounds], "one word for each round that decodes"
-    assert {decision.propose for decision in rounds if not decision.hedge} == {False}
+    assert all(decision.depth < 7 or not decision.propose for decision in rounds if not decision.hedge)
     assert False in heard and True in heard and stats.num_chains > 0
 
 

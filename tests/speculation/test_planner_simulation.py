@@ -93,6 +93,17 @@ def test_exploring_costs_little() -> None:
         assert any(reason == "exploring" for _, reason in world.planner.rounds)
 
 
+def test_plain_decoding_is_not_tried_for_ever_where_it_is_far_behind() -> None:
+    """A trial of it costs two rounds' drafts; what it commits is known, and its time was seen."""
+    world = World(h200_seconds)
+    world.run(8, 6.0, 1000)
+    before = world.planner.rounds[0, "exploring"]
+    assert world.run(8, 6.0, 2000) > 0.998 * world.best(8, 6.0)
+    assert before > 0 and world.planner.rounds[0, "exploring"] == before
+    world.run(8, 1.2, 1000)  # and when drafts stand no more
+    assert world.run(8, 1.2, 1000) > TOLERANCE * world.best(8, 1.2)
+
+
 def test_tiers_of_this_world_are_those_that_are_captured() -> None:
     from paceline.runtime.graphs import draft_counts, tiers
 

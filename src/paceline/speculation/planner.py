@@ -57,6 +57,9 @@ between any two of them; and the price up to which they are free, in rounds."""
 PLAIN_PRICE = 0.5
 """The same of plain decoding, which must be close to be worth trying; where it has not run since start it is
 tried at once: until it does, nothing shows that it was measured too slow."""
+HOPELESS = 0.5
+"""A smaller depth whose rounds bring less than this share of the tokens per second is not tried again: what
+they commit is known from what stands now, and a kind of round does not become so much cheaper than it was."""
 SETTLE_EVERY = 16
 """Most rounds after which a choice is looked at again while the batch stays what it is. A new one is looked
 at after one, two, four: what it was made from is known least then."""
@@ -229,7 +232,16 @@ class Planner:
             return None
         # Of those that have not run for equally long plain decoding, then the deepest: it tells most.
         kinds = self.costs.kinds(num_seqs)
-        other = min((k for k in kinds if k != self._depth), key=lambda k: self._last_run.get(kinds[k], -1))
+        least = HOPELESS * now[depth] / seconds(depth, propose)
+        others = [
+            k
+            for k, kind in kinds.items()
+            if k > self._depth  # later drafts may stand by now
+            or (k < self._depth and not (self.costs.seen(kind) and now[k] < least * seconds(k, k > 0)))
+        ]
+        if not others:
+            return None
+        other = min(others, key=lambda k: self._last_run.get(kinds[k], -1))
         if not propose:
             price = worth * (seconds(0, True) + seconds(other, False) - 2 * seconds(0, False))
             trial = _Trial(0, True, float(num_seqs))
