@@ -97,8 +97,9 @@ def main() -> None:
                 }
             )
             print(rows[-1])
-    report = {"machine": describe_machine(torch.device("cpu")), "model": "paceline-mini", "results": rows}
-    report["machine"]["command"] = "python benchmarks/draft_state.py"
+    machine = describe_machine(torch.device("cpu"))
+    machine["command"] = "python benchmarks/draft_state.py"
+    report = {"machine": machine, "model": "paceline-mini", "results": rows}
     Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
 
 

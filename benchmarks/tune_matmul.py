@@ -188,15 +188,15 @@ def tune(shape: Shape, rows: int) -> MatmulConfig | None:
         except triton.runtime.errors.OutOfResources:
             continue
     timed.sort(key=lambda pair: pair[0])
-    best, config = next(((t, c) for t, c in timed if bench.agrees(c)), (float("inf"), None))
+    best, chosen = next(((t, c) for t, c in timed if bench.agrees(c)), (float("inf"), None))
     op, width, depth = shape
     floor = (2 if op == "swiglu" else 1) * width * depth * 2 / 4.2e6
     print(
         f"{op:7}{width:7}{depth:6} R={rows:<5} floor {floor:6.1f}  cuBLAS {library:7.1f}  Lt {lt:7.1f}  "
-        f"ours {best:7.1f} us ({library / best:4.2f}x) of {len(timed)}  {config}",
+        f"ours {best:7.1f} us ({library / best:4.2f}x) of {len(timed)}  {chosen}",
         flush=True,
     )
-    return config if best < GAIN * library else None
+    return chosen if best < GAIN * library else None
 
 
 def main() -> int:
