@@ -35,8 +35,11 @@ def test_short_forms_join_the_config_and_must_not_repeat_it() -> None:
     assert options._speculation(given) == {"model": "a", "draft_window": 64}
     with pytest.raises(ConfigError, match="draft_window is given both"):
         options._speculation({"speculative_config": '{"draft_window": 1}', "draft_window": 64})
-    with pytest.raises(ConfigError, match=r"\{\} switches drafting off, but --verify-planner is given"):
-        options._speculation({"speculative_config": "{}", "verify_planner": "auto"})
+    for nothing in ("{}", '{"method": null}'):
+        with pytest.raises(ConfigError, match=r"\} switches drafting off, but --verify-planner is given"):
+            options._speculation({"speculative_config": nothing, "verify_planner": "auto"})
+    half = {"speculative_config": '{"hedge_positions": [0]}', "hedge": 4}
+    assert options._speculation(half) == {"hedge_positions": [0], "hedge": 4}
     assert options._speculation({"speculative_config": "{}", "verify_planner": None}) == "{}"
     given = {"speculative_config": None, "hedge": 4, "hedge_positions": "0,2", "hedge_auto": True}
     config = EngineConfig.of(speculative_config=options._speculation(given)).speculation

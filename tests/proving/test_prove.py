@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.proving import prove as module
 from paceline.proving.closeness import ClosenessProof, ScoredResult
 from paceline.proving.distribution import TestResult, Verdict
-from paceline.proving.gates import Violation
+from paceline.proving.gates import Violation, hedges_win_and_lose
 from paceline.proving.lossless import Mode, ModeResult, all_modes
 from paceline.proving.prove import ProveOptions, run_prove
 from paceline.proving.report import show_modes
@@ -177,3 +177,10 @@ def test_scored_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "0.123" in out and "12,345" in out and "0.500" in out and "<.001" in out and "12 bad" in out
     assert "…" not in out
+
+
+def test_chains_that_never_win_or_never_lose_are_a_violation() -> None:
+    assert not hedges_win_and_lose(3, 400) and not hedges_win_and_lose(0, 200), "or there are too few"
+    for wins, losses in ((0, 400), (400, 0)):
+        (found,) = hedges_win_and_lose(wins, losses)
+        assert "both must occur" in str(found)

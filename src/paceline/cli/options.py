@@ -145,10 +145,10 @@ def _speculation(given: dict[str, Any]) -> dict[str, Any] | str | None:
             return text  # refused, with what is wrong, where every config is read
         if not isinstance(config, dict):
             return text
-    if not config:
+    if config in ({}, {"method": None}):
         flag = next(iter(short)).replace("_", "-")
         raise ConfigError(
-            f"--speculative-config {{}} switches drafting off, but --{flag} is given. Drop one."
+            f"--speculative-config {text} switches drafting off, but --{flag} is given. Drop one."
         )
     both = sorted(set(short) & set(config))
     if both:

@@ -53,8 +53,7 @@ class Decision:
         baseline: of these, those an exploring round was not paid to find out about.
         worth: tokens that a second is worth, where a trial must pay for itself.
         context: mean tokens of context of the sequences.
-        hedge: whether hedge chains run: those that may are chosen elsewhere, and without a planner's leave
-            none are.
+        hedge: whether hedge chains may run; which do is chosen elsewhere.
     """
 
     depth: int

@@ -16,7 +16,8 @@ than was measured. So now and then the depth that has not run for longest does, 
 price: its extra seconds, and those that the tokens it lacks are worth. It is paid from ``EXPLORE_SHARE`` of
 all seconds, and what the round commits beyond its plan is paid back. If drafts have become good, exploring is
 free and goes on at once. The first trials of a depth at a batch size are free too unless they look dear: what
-was measured may be an interpolation, or may have been disturbed. For the same reason plain decoding that has
+was measured may be an interpolation, or may have been disturbed. A smaller depth that was seen and is far
+behind is left alone: it could only surprise by its time. For the same reason plain decoding that has
 not run yet is tried at once where it is close, and drafting once however dear it looks.
 
 Rows of hedge chains are bought out of the same budget: beside all drafts, where the tokens they are expected
@@ -281,7 +282,7 @@ class Planner:
         depth, had = self.costs.num_drafts, self._hedges
         self._hedges = False
         if self.odds is None:  # how many is for others to say; they go with all drafts there are
-            self._hedges = chosen.propose and all(chosen.depth >= drafts for drafts in batch.available)
+            self._hedges = chosen.propose and chosen.depth >= max(batch.available)
             return 0.0
         if batch.hedged == 0:
             return 0.0
