@@ -6,7 +6,7 @@
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
 3.52, every draft verified); ``planned`` is ``dspark`` with the verify planner, ``deterministic`` is ``plain``
 with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens with and
-without the drafter; ``startup`` starts a server-like process twice. Each part runs in a process of its own
+without the drafter; ``startup`` starts a server-like process twice, and twice with the planner. Each part runs in a process of its own
 and writes ``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
 Decode rounds are captured when they are first needed, in a run that is not timed; for ``planned`` all of them
 before, since nobody knows which depths will be chosen. A part takes about a minute on an H200. ``--small``
@@ -218,8 +218,10 @@ def main() -> int:
     if part in DRAFTERS:
         run_random(results, part, args, sizes, batches)
     elif part == "startup":
-        for again in ("first", "again"):
-            results.measure(f"start, {again}", lambda: measure_startup(engine_of("dspark", args.small)))
+        for planner, drafter in (("off", "dspark"), ("auto", "planned")):
+            for again in ("first", "again"):
+                name = f"start, planner {planner}, {again}"
+                results.measure(name, partial(measure_startup, engine_of(drafter, args.small)))
     elif not args.small:
         run_real(results, args.repeats)
     return int(any("error" in row for row in results.rows))
