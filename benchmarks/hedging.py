@@ -31,15 +31,14 @@ import torch
 from paceline.bench.breaks import study
 from paceline.bench.inflate import inflate_pair
 from paceline.bench.machine import describe_machine
+from paceline.bench.traffic import NeverDraft, SteadyTraffic
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
-from paceline.engine.messages import EngineRequest
 from paceline.proving.drive import Round, RoundRecorder, complete, runner_of, tokens_of
 from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.controller import HedgeController
-from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.odds import ChainOdds
 from paceline.speculation.planner import Planner
 from paceline.text.tokenizer import Tokenizer
@@ -90,13 +89,6 @@ def measure(method: str, temperature: float, positions: tuple[int, ...], output_
             found["won_tokens"] += sum(r.num_accepted - r.num_standing for r in rounds[1 : len(breaks) + 1])
             found["study_tokens"] += sum(item.gain for item in breaks if item.accepted in positions)
     return found
-
-
-class NeverDraft(Planner):
-    """Plain decoding with a drafter loaded."""
-
-    def decide(self, batch: Batch) -> Decision:
-        return Decision(0, None, False, "plain is faster")
 
 
 class Always(HedgeController):
@@ -171,20 +163,8 @@ def measure_capacity(output_len: int, limit_s: float) -> list[dict[str, Any]]:
     scheduler.planner = None
     tokenizer = Tokenizer.from_folder(Path(core.info.folder))
     prompts = [tokenizer.encode(text) for text in read_prompts(None)]
-    count = 0
-
-    def window(seconds: float) -> float:
-        nonlocal count
-        start, tokens = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            while scheduler.num_running + scheduler.num_waiting < 2 * size:
-                params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-                prompt = prompts[count % len(prompts)]
-                core.add(EngineRequest(request_id=f"{count}", prompt_token_ids=prompt, params=params))
-                count += 1
-            tokens += sum(len(output.token_ids) for output in core.step())
-        return tokens / (time.perf_counter() - start)
-
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    traffic = SteadyTraffic(core, prompts, 2 * size, params)
     modes = {"no hedge": Always(0), "{0,1,2}": Always(3)}
     found: dict[str, list[float]] = {name: [] for name in modes}
     chains = dict.fromkeys(modes, 0)
@@ -192,9 +172,9 @@ def measure_capacity(output_len: int, limit_s: float) -> list[dict[str, Any]]:
     started = time.perf_counter()
     while time.perf_counter() - started < limit_s:
         for name, hedger.controller in modes.items():
-            window(0.5)  # what was made in the other mode is gone
+            traffic.window(0.5)  # what was made in the other mode is gone
             before, hedged = core.stats().num_steps, hedger.num_rounds
-            found[name].append(window(2.0))
+            found[name].append(traffic.window(2.0))
             rounds[name] += core.stats().num_steps - before
             chains[name] += hedger.num_rounds - hedged
     return [

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ import torch
 from paceline.bench.driver import Driver, random_prompts
 from paceline.bench.geometry import plain, with_geometry
 from paceline.bench.machine import describe_machine
+from paceline.bench.traffic import NeverDraft, SteadyTraffic
 from paceline.config import EngineConfig
 from paceline.engine.messages import EngineRequest
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
 from paceline.speculation.synthetic import conditional_rate
@@ -47,13 +47,8 @@ REPEATS = 2
 FAR_BEHIND = 0.85
 """A mode with less than this share of another's first run cannot be the best."""
 WINDOW_S = 1.0
-
-
-class NeverDraft(Planner):
-    """Plain decoding with a drafter loaded."""
-
-    def decide(self, batch: Batch) -> Decision:
-        return Decision(0, None, False, "plain is faster")
+REFERENCE_WINDOWS = 3
+"""Seconds of steady traffic whose median is what a mode does there."""
 
 
 class Grid:
@@ -193,27 +188,27 @@ class Grid:
         """
         scheduler, planner = driver.core.scheduler, planner_of(driver)
         never = NeverDraft(planner.costs, planner.survival)
-        traffic = self.traffic(driver, size)
-        next(traffic)
+        prompts = random_prompts(size, PROMPT_LEN, driver.info.vocab_size, seed=size)
+        params = SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True)
+        traffic = SteadyTraffic(driver.core, prompts, size, params)
+
+        def watch(windows: float) -> list[float]:
+            return [traffic.window(WINDOW_S) for _ in range(round(windows))]
 
         def best() -> float:
             found = []
             for scheduler.planner in (never, None):
-                next(traffic)
-                found.append(max(next(traffic) for _ in range(2)))
+                watch(1)  # drafts are in place, or are not
+                found.append(statistics.median(watch(REFERENCE_WINDOWS)))
             scheduler.planner = planner
+            watch(1)
             return max(found)
-
-        def watch() -> list[float]:
-            return [next(traffic) for _ in range(round(seconds / WINDOW_S))]
 
         first, then = lengths
         accept(driver, first)
-        reference = {first: best()}
-        next(traffic)  # drafts are in place again, or not
-        rates = {first: watch()}
+        reference, rates = {first: best()}, {first: watch(seconds / WINDOW_S)}
         accept(driver, then)
-        rates[then] = watch()
+        rates[then] = watch(seconds / WINDOW_S)
         reference[then] = best()
         rows = [(length, rate / reference[length]) for length in lengths for rate in rates[length]]
         for length, share in rows:
@@ -222,26 +217,7 @@ class Grid:
             {"batch_size": size, "window_s": WINDOW_S, "best": reference, "of_best": rows}
         )
         self.save()
-        drain(driver)
-
-    def traffic(self, driver: Driver, size: int) -> Iterator[float]:
-        """Tokens per second of one window after the other while there are always ``size`` requests."""
-        prompts = random_prompts(size, PROMPT_LEN, driver.info.vocab_size, seed=size)
-        scheduler, count = driver.core.scheduler, 0
-        while True:
-            start, tokens = time.perf_counter(), 0
-            while time.perf_counter() - start < WINDOW_S:
-                while scheduler.num_running + scheduler.num_waiting < size:
-                    params = SamplingParams(
-                        temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True, seed=count
-                    )
-                    prompt = prompts[count % size]
-                    driver.core.add(
-                        EngineRequest(request_id=f"{count}", prompt_token_ids=prompt, params=params)
-                    )
-                    count += 1
-                tokens += sum(len(output.token_ids) for output in driver.core.step())
-            yield tokens / (time.perf_counter() - start)
+        traffic.drain()
 
 
 def planner_of(driver: Driver) -> Planner:
@@ -255,12 +231,6 @@ def accept(driver: Driver, accept_length: float) -> None:
     """Let so many tokens a round stand on average from now on."""
     drafting = driver.core.runner.drafting  # type: ignore[attr-defined]
     drafting.change_synthetic_rate(conditional_rate(accept_length, driver.num_drafts))
-
-
-def drain(driver: Driver) -> None:
-    """Run what is open to its end."""
-    while driver.core.has_work:
-        driver.core.step()
 
 
 def main() -> None:

@@ -4,10 +4,11 @@
         [--repeats 3] [--rounds 1,8,32]
 
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
-3.52, every draft verified); ``planned`` is ``dspark`` with the verify planner, ``deterministic`` is ``plain``
-with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens with and
-without the drafter; ``startup`` starts a server-like process twice, and twice with the planner. Each part runs in a process of its own
-and writes ``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
+3.52, every draft verified); ``planned`` and ``planned-dflash`` are with the verify planner; ``deterministic``
+is ``plain`` with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens
+with and without the drafter; ``startup`` starts a server-like process twice without the planner, and twice
+with it. Each part runs in a process of its own and writes ``FOLDER/targets_PART.json`` row by row, so that a
+part that fails or is cut keeps what it has.
 Decode rounds are captured when they are first needed, in a run that is not timed; for ``planned`` all of them
 before, since nobody knows which depths will be chosen. A part takes about a minute on an H200. ``--small``
 runs all but ``real`` on the bundled pair on a CPU, to try the script.
@@ -49,6 +50,7 @@ DRAFTERS = {
     "dspark": "dspark-b7",
     "dflash": "dflash-b16",
     "planned": "dspark-b7",
+    "planned-dflash": "dflash-b16",
     "deterministic": None,
 }
 PARTS = (*DRAFTERS, "real", "startup")
@@ -91,11 +93,11 @@ class Results:
 def engine_of(part: str, small: bool) -> EngineConfig:
     """The engine of a part with random weights."""
     drafter = DRAFTERS[part]
-    planner = "auto" if part == "planned" else "off"
+    planner = "auto" if part.startswith("planned") else "off"
     speculation: dict[str, Any] = {"synthetic_accept_length": ACCEPT_LENGTH, "verify_planner": planner}
     deterministic = part == "deterministic"
     if small:
-        speculation["method"] = "dflash" if part == "dflash" else "dspark"
+        speculation["method"] = "dflash" if part.endswith("dflash") else "dspark"
         config = {} if drafter is None else speculation
         return EngineConfig.of(
             device="cpu", num_blocks=1000, deterministic=deterministic, speculative_config=config
@@ -127,7 +129,7 @@ def run_random(
     device = torch.device("cpu" if small else "cuda")
     rate = read_bandwidth(device)  # before the engine takes the memory
     driver = Driver(engine_of(part, small), prepare=False)
-    if part == "planned":
+    if part.startswith("planned"):
         driver.prepare_greedy()
     results.head["settings"] = {**describe_engine(driver), "repeats": repeats, "read_bytes_per_s": rate}
     results.add("built", {"ready_s": driver.info.ready_s, "num_blocks": driver.info.num_blocks})

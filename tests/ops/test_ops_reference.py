@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ops_scenes import Scene, make_branched_scene, make_scene, normed_and_rotated, rope_table
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import ops
 
@@ -18,6 +21,35 @@ def attend(scene: Scene, window: int | None = None, bidirectional: bool = False)
     return ops.paged_attention(
         scene.q, scene.k_cache, scene.v_cache, scene.layout, scene.scale, window, bidirectional
     )
+
+
+class Products(TorchDispatchMode):
+    """Names of the operators that multiply matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket._qualified_op_name.split("::")[1] in ("mm", "bmm", "addmm", "matmul"):
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_larger_rows_are_multiplied_at_once(device: str, bias: bool) -> None:
+    """Drafts are the last slots of their blocks. Of such a view torch makes a product for each block, which
+    reads the weights for each: a drafter's head took 5.9 ms for 32 blocks, where reading them takes 0.19.
+    """
+    blocks, weight = torch.randn(4, 5, 64, device=device), torch.randn(300, 64, device=device)
+    x, offset = blocks[:, 1:], torch.randn(300, device=device) if bias else None
+    with Products() as products:
+        out = ops.linear(x, weight, offset)
+    assert products.names == ["aten.addmm" if bias else "aten.mm"]
+    torch.testing.assert_close(out, F.linear(x, weight, offset))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

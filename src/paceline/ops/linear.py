@@ -7,6 +7,9 @@ On a CPU a product of few rows spends most of its time rearranging the weights f
 verify span, oneDNN takes 3.4 ms for the bundled model's weights when they were rearranged once at load,
 against 8 ms otherwise (fp32, one core of a Zen 4). So weights are packed at load there.
 
+Rows are handed to the library as one matrix, copied if they are part of larger rows: of a view that is none
+it makes a batch of products, each of which reads the weights.
+
 *Deterministic* products give a row the same bits whatever the other rows are and however many: K is cut in
 chunks that depend on the weight's shape alone, and summed in one order. On a CPU, rows are multiplied in
 blocks of a fixed number.
@@ -78,8 +81,9 @@ def linear(
             config = choose("linear", len(rows), width, depth, x.dtype, x.device)
         if config is not None:
             out: Tensor = kernels().matmul(rows, weight, bias, config=config)
-            return out.view(*x.shape[:-1], width)
-        return F.linear(x, weight, bias)
+        else:
+            out = F.linear(rows, weight, bias)
+        return out.view(*x.shape[:-1], width)
     if deterministic:
         return _in_blocks(x, weight, bias, packed)
     return _on_cpu(x, weight, bias, packed)
@@ -87,7 +91,7 @@ def linear(
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
     if packed is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
