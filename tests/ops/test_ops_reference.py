@@ -27,7 +27,7 @@ class Products(TorchDispatchMode):
     """Names of the operators that multiply matrices."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(
