@@ -96,7 +96,7 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
         built.runner,
         limits,
         (lambda size: (built.num_drafts,)) if tiers is None else tiers.__getitem__,
-        budget_s=1.5 if on_gpu else 1.0,
+        budget_s=1.0,
         repeats=2 if on_gpu else 1,
         warm_up=True,
     )

@@ -57,7 +57,7 @@ def tiers(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-FIRST_SIZES = (1, 2, 4)
+FIRST_SIZES = (1, 2)
 """Rounds of these sizes are captured before anyone is served."""
 
 
