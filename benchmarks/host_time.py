@@ -54,8 +54,8 @@ class InstantDevice:
     def launch(self, plan: StepPlan) -> DoneStep:
         """None, one, two ... of the drafts stand, as many as there are in turn."""
         turns = enumerate(plan.spans, plan.step)
-        counts = [1 + i % (span.drafts + 1) if span.sample else 0 for i, span in turns]
-        return DoneStep([SpanResult([1] * count) for count in counts])
+        counts = [(1 + i % (span.drafts + 1) if span.sample else 0, span.drafts) for i, span in turns]
+        return DoneStep([SpanResult([1] * count, verified=drafts) for count, drafts in counts])
 
     def prepare(self) -> bool:
         """Nothing is to be made ready."""

@@ -22,6 +22,8 @@ def plans(world: World) -> Iterator[Plan]:
     for count in world.each(1, 64):
         for build in (
             span_rows,
+            allot_drafts,
+            packed_rows,
             block_rows,
             cache_slots,
             place_drafts,
@@ -82,6 +84,20 @@ def span_rows(scene: Round) -> Case:
     operands = (scene.slots, scene.drafts, scene.num_computed, scene.tokens, scene.tables)
     sizes = (WIDTH, BLOCK_SIZE, MAX_LEN - 1, scene.scratch)
     return pure(ops.span_rows, reference.span_rows, (*operands, *sizes), scene.count * (12 + 8 * WIDTH))
+
+
+def allot_drafts(scene: Round) -> Case:
+    """Rows for half of the drafts."""
+    chances = torch.rand(scene.count + 1, WIDTH - 1, device=scene.slots.device).cumprod(1)
+    operands = (scene.slots, scene.drafts, chances, scene.count * (WIDTH + 1) // 2)
+    return pure(ops.allot_drafts, reference.allot_drafts, operands, scene.count * (8 + 4 * (WIDTH - 1)))
+
+
+def packed_rows(scene: Round) -> Case:
+    """Rows of verify spans side by side, with some behind them that are nobody's."""
+    operands = (scene.slots, scene.drafts, scene.num_computed, scene.tokens, scene.tables)
+    sizes = (scene.count * WIDTH, BLOCK_SIZE, scene.count, MAX_LEN - 1, scene.scratch)
+    return pure(ops.packed_rows, reference.packed_rows, (*operands, *sizes), scene.count * (12 + 8 * WIDTH))
 
 
 def block_rows(scene: Round) -> Case:

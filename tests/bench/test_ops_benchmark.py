@@ -103,6 +103,8 @@ MUTANTS: list[tuple[str, Callable[..., Any]]] = [
     ("draft_candidates", another),
     ("draft_chain", another),
     ("span_rows", last_changed),
+    ("allot_drafts", last_changed),
+    ("packed_rows", last_changed),
     ("block_rows", last_changed),
     ("cache_slots", last_changed),
     ("cache_slots", unwritten),

@@ -15,6 +15,7 @@ from paceline.models.drafter_dialects import read_drafter_config
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
+from paceline.runtime.graphs import MEMORY_BOUND_ROWS
 from support.engines import GOLDEN
 from support.random_rounds import RandomRounds, Shape, make_runner, run_both
 
@@ -26,21 +27,28 @@ DEVICE = "cuda"
 def check(model: Qwen3ForCausalLM, drafter: Drafter, shape: Shape, count: int, seed: int) -> None:
     captured = make_runner(model, drafter, shape, "captured")
     eager = make_runner(model, drafter, shape, "eager")
-    rounds = RandomRounds(shape, drafter.config.max_drafts, model.config.vocab_size, seed)
-    mixed = run_both(captured, eager, rounds, count, exact=True)
+    num_drafts, depths = drafter.config.max_drafts, (None, None, 3, 5)
+    rounds = RandomRounds(shape, num_drafts, model.config.vocab_size, seed, depths)
+    mixed, packed = run_both(captured, eager, rounds, count, exact=True)
     assert mixed > count // 10, "truncated spans beside full ones"
+    assert packed > count // 10 or shape.slots * (num_drafts + 1) <= MEMORY_BOUND_ROWS
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("drafter_name", "hedge", "count"),
-    [("dspark_tiny_b7", False, 2000), ("dspark_tiny_b7", True, 300), ("dflash_tiny_b16", False, 300)],
+    ("drafter_name", "slots", "hedge", "count"),
+    [
+        ("dspark_tiny_b7", 8, False, 2000),
+        ("dspark_tiny_b7", 24, False, 300),
+        ("dspark_tiny_b7", 24, True, 300),
+        ("dflash_tiny_b16", 8, False, 300),
+    ],
 )
-def test_graphs_do_what_their_kernels_do(drafter_name: str, hedge: bool, count: int) -> None:
+def test_graphs_do_what_their_kernels_do(drafter_name: str, slots: int, hedge: bool, count: int) -> None:
     """With short sequences after long ones in the same graphs, and contexts across every tile and split."""
     model = load_model(GOLDEN / "qwen3_tiny", device=DEVICE, dtype="bfloat16")
     drafter = load_drafter(GOLDEN / drafter_name, model)
-    check(model, drafter, Shape(slots=8, length=512, hedge=hedge), count, seed=1)
+    check(model, drafter, Shape(slots=slots, length=512, hedge=hedge), count, seed=1)
 
 
 def fill(module: nn.Module) -> None:

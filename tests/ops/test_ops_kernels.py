@@ -326,6 +326,46 @@ def test_heads_of_a_row_are_the_same_bit_for_bit_in_any_company(kernels: Any, ke
             assert torch.equal(got, part[start:end])
 
 
+@pytest.mark.parametrize(("num_seqs", "num_drafts"), [(1, 1), (3, 7), (70, 4), (130, 15)])
+def test_rows_go_to_the_likeliest_drafts(kernels: Any, num_seqs: int, num_drafts: int) -> None:
+    slots = torch.randperm(140, device=DEVICE)[:num_seqs].to(torch.int32)
+    limits = torch.randint(-1, num_drafts + 1, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    chances = (torch.rand(140, num_drafts, device=DEVICE) * 8).round().div(8).cumprod(1)  # many are equal
+    chances[slots[0].long()] = 1.0
+    present, wanted = int((limits >= 0).sum()), int(limits.clamp(min=0).sum())
+    order = torch.randperm(num_seqs, device=DEVICE)
+    for num_rows in {present, present + 1, present + wanted // 2, present + wanted, 4000}:
+        drafts = kernels.allot_drafts(slots, limits, chances, num_rows)
+        assert torch.equal(drafts, reference.allot_drafts(slots, limits, chances, num_rows))
+        assert torch.equal(
+            drafts[order], kernels.allot_drafts(slots[order], limits[order], chances, num_rows)
+        )
+        assert int(drafts.clamp(min=0).sum()) == min(wanted, num_rows - present)
+        taken = torch.arange(num_drafts, device=DEVICE) < drafts[:, None]
+        left = (torch.arange(num_drafts, device=DEVICE) < limits[:, None]) & ~taken
+        least = torch.where(taken, chances[slots.long()], 1.0).min()
+        assert (chances[slots.long()][left] <= least).all()
+
+
+@pytest.mark.parametrize(("num_seqs", "width", "spare_rows"), [(1, 1, 3), (1, 8, 0), (3, 5, 70), (70, 4, 0)])
+def test_rows_of_packed_spans(kernels: Any, num_seqs: int, width: int, spare_rows: int) -> None:
+    slots = torch.randperm(80, device=DEVICE)[:num_seqs].to(torch.int32)
+    drafts = torch.randint(-1, width, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    computed = torch.randint(0, 200, (81,), dtype=torch.int32, device=DEVICE)
+    tokens = torch.randint(0, 1000, (81, 220), dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 2**31 - 1, (81, 14), dtype=torch.int32, device=DEVICE)
+    num_rows = int((drafts + 1).sum()) + spare_rows + (not (drafts + 1).any())
+    operands = (slots, drafts, computed, tokens, tables, num_rows, 16, 80, 197, 5 * 16)
+    packed = kernels.packed_rows(*operands)
+    for got, want in zip(packed, reference.packed_rows(*operands), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    # the same rows as in spans of one length
+    whole = reference.span_rows(slots, drafts, computed, tokens, tables, width, 16, 197, 5 * 16)
+    there = (torch.arange(width, device=DEVICE) <= drafts[:, None]).view(-1)
+    for got, want in zip(packed[2:], whole, strict=True):
+        assert torch.equal(got[: int(there.sum())], want[there])
+
+
 @pytest.mark.parametrize(("num_seqs", "width"), [(1, 1), (1, 8), (3, 5), (70, 4)])
 def test_rows_of_spans(kernels: Any, num_seqs: int, width: int) -> None:
     slots = torch.randperm(80, device=DEVICE)[:num_seqs].to(torch.int32)

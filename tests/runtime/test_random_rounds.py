@@ -19,6 +19,6 @@ def test_rounds_do_what_generic_steps_do(drafter_name: str, count: int) -> None:
     padded = make_runner(model, drafter, shape, "eager")
     generic = make_runner(model, drafter, shape, "none")
     rounds = RandomRounds(shape, drafter.config.max_drafts, model.config.vocab_size, seed=7)
-    mixed = run_both(padded, generic, rounds, count, exact=False)
+    mixed, _ = run_both(padded, generic, rounds, count, exact=False)
     assert mixed > 5, "truncated spans beside full ones"
     assert torch.equal(padded.state.num_computed[:5], generic.state.num_computed[:5])

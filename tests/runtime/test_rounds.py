@@ -31,11 +31,15 @@ from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
 from paceline.runtime.runner import Runner
 from paceline.sampling.params import SamplingParams
+from paceline.speculation import costs
 from paceline.speculation.capture_cache import CaptureCache
 from paceline.speculation.counters import SpeculationCounters
+from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.draft_reserve import DraftReserve
 from paceline.speculation.draft_state import CaptureDraftState
 from paceline.speculation.hedging import HedgeLimits, Hedger
+from paceline.speculation.planner import Planner
+from paceline.speculation.survival import Survival
 from support.engines import GOLDEN, complete, golden_prompts, tokens_of
 
 NUM_BLOCKS = 96
@@ -106,7 +110,7 @@ def round_core(
         runner,
         pool,
         info,
-        max_num_batched_tokens=200 if hedge else 48,
+        max_num_batched_tokens=200 if hedge or slots > 6 else 48,
         lookahead=lookahead,
         drafting=limits,
         draft_state=state,
@@ -187,15 +191,15 @@ def test_rounds_change_no_token(drafter: str | None, capture: bool, lookahead: i
     by_rows: list[Span] = []
     run, run_rows = core.runner.rounds.run, core.runner._run_rows
 
-    def counted(spans: Any, kind: Any) -> Any:
+    def counted(spans: Any, kind: Any, depth: Any) -> Any:
         ran.append((len(spans), kind))
-        return run(spans, kind)
+        return run(spans, kind, depth)
 
     def counted_rows(spans: Any, max_context: int) -> Any:
         by_rows.extend(spans)
         return run_rows(spans, max_context)
 
-    core.runner.rounds.run = counted  # type: ignore[method-assign]
+    core.runner.rounds.run = counted  # type: ignore[method-assign, assignment]
     core.runner._run_rows = counted_rows  # type: ignore[method-assign]
     for _ in range(2):  # cold and warm
         got = complete(core, prompts, params)
@@ -227,14 +231,14 @@ def test_hedged_rounds_change_no_token(drafter: str, capture: bool, hedge: int, 
     won: dict[str, int] = {}
     run = core.runner.rounds.run
 
-    def counted(spans: Any, kind: Any) -> Any:
-        output, chains = run(spans, kind)
+    def counted(spans: Any, kind: Any, depth: Any) -> Any:
+        output, chains = run(spans, kind, depth)
         if output.won is not None:
             assert sum(count > 0 for count in chains) <= hedge
             won[kind] = won.get(kind, 0) + int(output.won[: len(spans)].sum())
         return output, chains
 
-    core.runner.rounds.run = counted  # type: ignore[method-assign]
+    core.runner.rounds.run = counted  # type: ignore[method-assign, assignment]
     for _ in range(2):
         got = complete(core, texts, params)
         assert tokens_of(got) == tokens_of(want)
@@ -351,7 +355,8 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     core = round_core("dspark_tiny_b7", 0, hedge=hedge)
     runner = runner_of(core)
     assert runner.rounds is not None
-    keywords, hedging = runner.rounds._make.keywords, runner.rounds._hedging
+    keywords, hedging = dict(runner.rounds._make.keywords), runner.rounds._hedging
+    del keywords["choosy_from"]
     monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 5 * keywords["max_model_len"])
     rounds = runner.rounds = RoundSet(**keywords, max_num_seqs=6, capture=True, hedging=hedging)
     everything = rounds._shapes()
@@ -376,3 +381,66 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     assert together[0].num_drafts == 7, "the one with most rows before any is needed"
     assert {(shape.num_drafts, shape.propose) for shape in together} == {(7, True)}
     assert sorted(map(repr, seen)) == sorted(map(repr, everything)), "each shape once"
+
+
+class Shallow(Planner):
+    """Rows for some drafts only, now more and now fewer."""
+
+    def __init__(self, survival: Survival) -> None:
+        self.survival, self._round = survival, 0
+        self.costs = costs.RoundCosts(
+            [
+                costs.Measured(costs.Round(1, count, propose), 64, 0.01)
+                for count, propose in ((0, False), (0, True), (7, True))
+            ],
+            7,
+        )
+
+    def decide(self, batch: Batch) -> Decision:
+        """Any depth; every fifth round without drafts."""
+        self._round += 1
+        return Decision((3, 5, 7, 3, 0)[self._round % 5], None, self._round % 7 > 0, "drafts pay")
+
+    def committed(self, decision: Decision, *results: Any) -> None:
+        """Only how likely drafts are is learnt."""
+        slots, drafts, accepted, _, _, predicted = results
+        self.survival.observe(slots, drafts, accepted, predicted)
+
+
+@pytest.mark.parametrize(("capture", "lookahead"), [(False, 0), (True, 1)])
+def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
+    """Rows for the likeliest drafts only, drawn greedily, at random and filtered, beside prefill and empty
+    places; then all of that beside parameters that look at whole spans, which are cut short.
+    """
+    simple: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    ]
+    params = [SamplingParams(**simple[i % 3], seed=i, max_tokens=20 + i, ignore_eos=True) for i in range(12)]
+    texts = golden_prompts(len(params), seed=4)
+    want = tokens_of(complete(generic_core(), texts, params))
+    core = round_core("dspark_tiny_b7", lookahead, capture=capture, slots=12)
+    runner = runner_of(core)
+    assert runner.rounds is not None
+    core.scheduler.planner = shallow = Shallow(Survival(12, 7))
+    run, packed, uneven = runner.rounds.run, 0, 0
+
+    def counted(spans: Any, kind: Any, depth: Any) -> Any:
+        nonlocal packed, uneven
+        output, chains = run(spans, kind, depth)
+        drafts = output.drafts[: len(spans)].tolist()
+        packed += sum(drafts) < sum(span.drafts for span in spans)
+        uneven += len(set(drafts)) > 1
+        return output, chains
+
+    runner.rounds.run = counted  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        assert tokens_of(complete(core, texts, params)) == want
+    assert packed > 5 and uneven > 5
+    _, params = requests()
+    want = tokens_of(complete(generic_core(), texts, params))
+    assert tokens_of(complete(core, texts, params)) == want
+    speculation = core.scheduler.speculation
+    assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
+    assert shallow.survival.slope > 0, "the drafter was taught what it says"

@@ -151,9 +151,11 @@ def test_the_engine_hedges_when_the_planner_says_so(hedge: bool) -> None:
     heard: list[tuple[int, int]] = []
     learn = made.committed
 
-    def committed(decision: Decision, slots: Any, drafts: Any, stood: Any, chains: Any, won: Any) -> None:
+    def committed(
+        decision: Decision, slots: Any, drafts: Any, stood: Any, chains: Any, won: Any, *predicted: Any
+    ) -> None:
         heard.extend(zip(stood, won, strict=True))
-        learn(decision, slots, drafts, stood, chains, won)
+        learn(decision, slots, drafts, stood, chains, won, *predicted)
 
     made.committed = committed
     assert tokens_of(complete(core, prompts, [GREEDY] * 8)) == want

@@ -110,7 +110,7 @@ def test_what_goes_on_failing_is_logged_now_and_then(
 def test_a_round_on_a_dead_device_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make()
 
-    def run(self: RoundSet, spans: Sequence[Span], kind: FixedKind) -> Any:
+    def run(self: RoundSet, spans: Sequence[Span], kind: FixedKind, depth: int | None) -> Any:
         raise EngineDeadError("the GPU refuses")
 
     monkeypatch.setattr(RoundSet, "run", run)
@@ -121,7 +121,7 @@ def test_a_round_on_a_dead_device_is_not_run_again(monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(make())
     assert runner.rounds is not None
-    runner.rounds.missing = [RoundShape(size, 0, False, "greedy") for size in (3, 2, 1)]
+    runner.rounds.missing = [RoundShape.even(size, 0, False, "greedy") for size in (3, 2, 1)]
     monkeypatch.setattr(RoundSet, "_round", sometimes(RoundSet._round, 2))
     assert [runner.prepare() for _ in range(4)] == [True, True, True, False]
     assert sorted(shape.num_seqs for shape in runner.rounds._rounds) == [1, 3], "the second failed"

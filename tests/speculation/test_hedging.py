@@ -98,9 +98,9 @@ def test_near_the_row_limit_nothing_is_made_to_be_thrown_away() -> None:
     seen = []
     run = runner.rounds.run
 
-    def watched(spans: Any, kind: Any) -> Any:
+    def watched(spans: Any, kind: Any, depth: Any) -> Any:
         seen.append((sum(span.rows for span in spans), [span.chains for span in spans]))
-        return run(spans, kind)
+        return run(spans, kind, depth)
 
     runner.rounds.run = watched
     complete(core, golden_prompts(8, seed=2), [GREEDY] * 8)

@@ -195,8 +195,9 @@ def test_allotted_rows_are_the_likeliest(chances: list[list[int]], rows: int, da
 
 def test_expected_tokens_counts_anchors_and_drafts() -> None:
     half = np.array([[UNIT, UNIT // 2], [UNIT // 2, UNIT // 4]], dtype=np.int64)
-    assert expected_tokens(half, [2, 1]) == [2.0, 3.5, 4.0]
-    assert expected_tokens(half, [0, 0]) == [2.0, 2.0, 2.0]
+    assert expected_tokens(half, [2, 1], [0, 1, 2, 3, 9]) == [2.0, 3.0, 3.5, 4.0, 4.0]
+    assert expected_tokens(half, [0, 2], [0, 1, 2, 3]) == [2.0, 2.5, 2.75, 2.75]
+    assert expected_tokens(half, [0, 0], [0, 4]) == [2.0, 2.0]
 
 
 def test_who_cannot_draft_does_not_decide_for_others() -> None:

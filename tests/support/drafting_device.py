@@ -117,7 +117,7 @@ class DraftingDevice(SimulatedDevice):
                 break
         slot.computed += span.rows - span.drafts + len(tokens) - 1
         slot.tokens += tokens
-        return SpanResult(tokens)
+        return SpanResult(tokens, verified=span.drafts)
 
     def _keep(self, slot: int, start: int, known: list[int]) -> None:
         """Draft K/V and captures of the rows from ``start`` on, wherever the tables point; 0 is the sink."""

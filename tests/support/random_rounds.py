@@ -110,6 +110,7 @@ def kept(runner: Runner, shape: Shape) -> dict[str, Tensor]:
         "v": runner.cache.v[:, own],
         "draft k": runner.drafting.cache.k[:, own],
         "draft v": runner.drafting.cache.v[:, own],
+        "chances": runner.drafting.chances[: shape.slots],
     }
 
 
@@ -133,13 +134,22 @@ class RandomRounds:
         num_drafts: of their drafter.
         vocab_size: of their model.
         seed: of all choices.
+        depths: drafts of a sequence, on average, that plans may have rows for.
 
     Attributes:
         shape: the same.
     """
 
-    def __init__(self, shape: Shape, num_drafts: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        num_drafts: int,
+        vocab_size: int,
+        seed: int,
+        depths: Sequence[int | None] = (None,),
+    ) -> None:
         self.shape, self._num_drafts, self._vocab_size = shape, num_drafts, vocab_size
+        self._depths = depths
         self._rng = random.Random(seed)
         blocks = list(range(shape.slots * shape.columns))
         self._rng.shuffle(blocks)
@@ -152,7 +162,7 @@ class RandomRounds:
     def plan(self) -> StepPlan:
         """The next round."""
         rng, shape = self._rng, self.shape
-        plan = StepPlan(self._num_plans, max_context=shape.length)
+        plan = StepPlan(self._num_plans, max_context=shape.length, depth=rng.choice(self._depths))
         self._num_plans += 1
         for slot in rng.sample(range(shape.slots), rng.randint(1, shape.slots)):
             room = shape.length - self._known[slot] - self._num_drafts - 1
@@ -188,12 +198,14 @@ class RandomRounds:
             self._drafted[span.slot] = span.propose
 
 
-def run_both(first: Runner, second: Runner, rounds: RandomRounds, count: int, *, exact: bool) -> int:
+def run_both(
+    first: Runner, second: Runner, rounds: RandomRounds, count: int, *, exact: bool
+) -> tuple[int, int]:
     """Run the same rounds on both, which must report the same: log-probabilities bit for bit when ``exact``,
     else about, and then the state they keep as well. Returns how many rounds had spans with fewer drafts
-    beside others with more.
+    beside others with more, and how many did not verify all that there were.
     """
-    mixed = 0
+    mixed = packed = 0
     for _ in range(count):
         plan = rounds.plan()
         ours, theirs = (runner.launch(plan).result() for runner in (first, second))
@@ -208,4 +220,5 @@ def run_both(first: Runner, second: Runner, rounds: RandomRounds, count: int, *,
                 assert all(abs(entry.logprob - want[i].logprob) < 1e-4 for i, entry in got.items()), where
         rounds.learn(plan, ours)
         mixed += len({span.drafts for span in plan.spans if span.drafts}) > 1
-    return mixed
+        packed += any(span.drafts > done.verified for span, done in zip(plan.spans, ours, strict=True))
+    return mixed, packed

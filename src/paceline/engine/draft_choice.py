@@ -37,8 +37,9 @@ def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) ->
     planner.committed(
         step.decision,
         [span.slot for span, _ in decoded],
-        [span.drafts for span, _ in decoded],
+        [result.verified for _, result in decoded],
         [len(result.tokens) - 1 - result.won for _, result in decoded],
         [result.chains for _, result in decoded],
         [result.won for _, result in decoded],
+        [result.predicted for _, result in decoded],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from paceline.engine.sequence import Sequence
@@ -48,12 +49,12 @@ class PlannedStep:
 
     def round(self) -> Round | None:
         """The decode round that is all the step does; None if it does more."""
-        spans = self.plan.spans
+        spans, depth = self.plan.spans, self.plan.depth
         if not all(entry.decodes for entry in self.entries):
             return None
         return Round(
             len(spans),
-            max(span.drafts for span in spans),
+            min(max(span.drafts for span in spans), sys.maxsize if depth is None else depth),
             any(span.propose for span in spans),
             max(span.chains for span in spans),
         )

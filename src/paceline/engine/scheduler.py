@@ -152,6 +152,7 @@ class Scheduler:
             (decoding if len(sequence.tokens) - sequence.scheduled <= 1 else prefilling).append(sequence)
         if self.planner is not None:
             step.decision = self.planner.decide(self._batch(decoding, prefilling))
+            step.plan.depth = step.decision.depth
         preempted = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
         for sequence in (*decoding, *prefilling):
@@ -471,16 +472,16 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-            accepted = min(len(tokens), len(result.tokens) - 1) if entry.span.drafts else 0
-            if entry.span.drafts:
-                self.speculation.add(entry.span.drafts, accepted)
+            accepted = min(len(tokens), len(result.tokens) - 1) if result.verified else 0
+            if result.verified:
+                self.speculation.add(result.verified, accepted)
             if result.chains:
                 # Without its chain the span would have committed so many tokens.
                 alone = len(result.tokens) - result.won
                 hedged.append((result.chains, max(0, len(tokens) - alone)))
             if tokens:
                 logprobs = result.logprobs[: len(tokens)] if result.logprobs is not None else None
-                progress.append(Progress(sequence, tokens, logprobs, entry.span.drafts, accepted))
+                progress.append(Progress(sequence, tokens, logprobs, result.verified, accepted))
         if self.hedger is not None:
             self.hedger.verified(hedged)
         self.finish(finished)

@@ -34,6 +34,7 @@ __all__ = [
     "RowLayout",
     "add_rms_norm",
     "advance",
+    "allot_drafts",
     "best_of_buckets",
     "block_rows",
     "cache_slots",
@@ -46,6 +47,7 @@ __all__ = [
     "linear_parts",
     "linear_silu_mul",
     "pack_linear",
+    "packed_rows",
     "paged_attention",
     "place_drafts",
     "qk_norm_rope_write",
@@ -173,6 +175,62 @@ def span_rows(
     """
     lay_out = kernels().span_rows if slots.is_cuda else reference.span_rows
     return lay_out(slots, drafts, num_computed, tokens, block_tables, width, block_size, last, scratch)
+
+
+def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+    """Which drafts are verified where there are rows for some only: those most likely to stand. What is
+    chosen depends on the set of sequences, never on their order.
+
+    Args:
+        slots: [N] int32; a slot of a sequence stands there once.
+        limits: [N] int32, most drafts of each sequence; -1 where there is none.
+        chances: [S, g] fp32 in 0..1 by slot, rows contiguous, that a draft and all before it stand: falling
+            along each row, so that what is chosen of a sequence are its first drafts. g is at most 32 and S
+            2**20.
+        num_rows: rows there are. Each sequence takes one, each draft another.
+
+    Returns:
+        [N] int32, drafts of each sequence; -1 where there is none.
+    """
+    choose = kernels().allot_drafts if slots.is_cuda else reference.allot_drafts
+    return choose(slots, limits, chances, num_rows)
+
+
+def packed_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    num_rows: int,
+    block_size: int,
+    spare: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The rows of N spans of different lengths, side by side: anchors and drafts. Rows behind the last span's
+    are nobody's, and write to the scratch block.
+
+    Args:
+        slots: [N] int32.
+        drafts: [N] int32, drafts of each span; -1 where there is no sequence, which takes no row.
+        num_computed: [S] int32, position of each slot's anchor.
+        tokens: [S, L] int32 contiguous, known and tentative tokens.
+        block_tables: [S, M] int32 contiguous.
+        num_rows: R, at least the spans' rows.
+        block_size: P.
+        spare: slot that nobody's rows take.
+        last: rows beyond this position are taken to stand at it.
+        scratch: first cache slot of the scratch block.
+
+    Returns:
+        the spans' first rows, and the first of nobody's, [N + 1] int32; sequences (N for nobody's), positions
+        and tokens [R] int32, cache slots [R] int64, slots [R] int32.
+    """
+    lay_out = kernels().packed_rows if slots.is_cuda else reference.packed_rows
+    return lay_out(
+        slots, drafts, num_computed, tokens, block_tables, num_rows, block_size, spare, last, scratch
+    )
 
 
 def block_rows(

@@ -69,9 +69,9 @@ class RowLayout:
     values in ``derived``, for all layers to share: build a new layout for each step.
 
     Attributes:
-        slots: [B] int32, slot of each sequence.
+        slots: [B] int32, slot of each sequence; one more where rows of padding have a slot of their own.
         row_start: [B + 1] int32, non-decreasing, first row of each sequence; ``row_start[0]`` is 0.
-        row_seq: [R] int32, sequence (0..B-1) of each row.
+        row_seq: [R] int32, sequence (0..B-1) of each row; B for rows of padding that have their own slot.
         positions: [R] int32, absolute position of each row.
         kv_slots: [R] int64, ``block * P + offset`` the row's K/V is written to; negative: not written.
         block_tables: [S, M] int32, the whole slot-indexed table, read at ``slots[b]``.

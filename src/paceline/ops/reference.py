@@ -74,6 +74,47 @@ def span_rows(
     return positions, fed, torch.where(real, own, scratch + positions % block_size), row_slot
 
 
+def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+    """Drafts of each sequence, the likeliest first."""
+    column = torch.arange(chances.shape[1], device=slots.device)
+    keys = (
+        ((chances[slots].double() * 2**24).long() << 25)
+        + ((31 - column) << 20)
+        + (2**20 - 1 - slots)[:, None]
+    )
+    keys = torch.where(column < limits[:, None], keys, -1).view(-1)
+    room = max(0, num_rows - int((limits >= 0).sum()))
+    best, index = keys.topk(min(room, len(keys)))
+    taken = torch.zeros_like(keys).index_copy_(0, index, (best >= 0).long())
+    drafts = taken.view(len(slots), -1).sum(1)
+    return torch.where(limits < 0, limits, drafts).int()
+
+
+def packed_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    num_rows: int,
+    block_size: int,
+    spare: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """First rows; sequences, positions, tokens, cache slots and slots of rows that lie side by side."""
+    ends = (drafts + 1).cumsum(0).int()
+    row_start = torch.cat((ends.new_zeros(1), ends))
+    row = torch.arange(num_rows, dtype=torch.int32, device=slots.device)
+    row_seq = torch.searchsorted(ends, row, right=True, out_int32=True)
+    row_slot = torch.cat((slots, slots.new_full((1,), spare)))[row_seq]
+    positions = (num_computed[row_slot] + row - row_start[row_seq]).clamp(max=last)
+    fed = tokens.view(-1)[row_slot.long() * tokens.shape[1] + positions]
+    own = cache_slots(block_tables, block_size, row_slot, positions)
+    kv_slots = torch.where(row_seq < len(slots), own, scratch + positions % block_size)
+    return row_start, row_seq, positions, fed, kv_slots, row_slot
+
+
 def block_rows(
     slots: Tensor,
     reserved: Tensor,

@@ -12,19 +12,24 @@ from paceline.sampling.sampler import LogprobTensors
 
 
 class Verified(NamedTuple):
-    """What verifying N spans of K + 1 rows gave.
+    """What verifying N spans of up to K + 1 rows gave.
 
     Attributes:
         sampled: [N, K + 1] int32, each row's draw.
-        accepted: [N] int32, how many drafts stand.
-        won: [N] int32, how many of those are a hedge chain's; None where there are no chains.
-        logprobs: of the N * (K + 1) rows, where the kind of sampling brings them.
+        drafts: [N] int32, how many drafts were verified; -1 where there is no sequence.
+        accepted: [N] int32, how many of them stand.
+        logprobs: of the rows, where the kind of sampling brings them.
+        won: [N] int32, how many of those that stand are a hedge chain's; None where there are no chains.
+        predicted: [N, g] fp32, how likely the drafter held its drafts and all before each to stand; None
+            where it does not say.
     """
 
     sampled: Tensor
+    drafts: Tensor
     accepted: Tensor
-    won: Tensor | None
     logprobs: LogprobTensors | None
+    won: Tensor | None = None
+    predicted: Tensor | None = None
 
 
 def count_accepted(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:

@@ -65,6 +65,9 @@ class DraftStage:
         capture_rows: the store of tap rows.
         hedges: [S + 1, positions, num_drafts] int32, the hedge chains of each slot beside its drafts, as far
             as they were made with them.
+        predicts: whether the drafter says how likely its drafts are to stand.
+        chances: [S + 1, g] fp32, by slot, what it last said: that each draft and all before it stand; 1 where
+            it said nothing so far.
         failure: what went wrong last, in words; None for nothing so far.
     """
 
@@ -94,6 +97,8 @@ class DraftStage:
         self.capture_rows = captures
         shape = (state.spare + 1, len(hedge_positions), num_drafts)
         self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        self.predicts = drafter.confidence_head is not None
+        self.chances = torch.ones(shape[0], num_drafts, device=state.device)
         self._state = state
         self._width = drafter.config.block_size
         # Of as many blocks as there can be: those of fewer are their beginnings.
@@ -176,6 +181,7 @@ class DraftStage:
         reserved: Tensor | None = None,
         hedging: Hedging | None = None,
         groups: Groups | None = None,
+        predict: bool = True,
     ) -> None:
         """Draft for sequences whose newest token is in place, and write the drafts behind it.
 
@@ -188,9 +194,10 @@ class DraftStage:
                 not used, and their K/V is written to the scratch block. None: all have theirs.
             hedging: which of them get hedge chains beside their drafts; None for none.
             groups: which of them have keys in common that are attended to once; None for none.
+            predict: whether it is of interest how likely the drafts are to stand.
         """
         with self._forgiven():
-            self._propose(slots, count, max_context, noise, reserved, hedging, groups)
+            self._propose(slots, count, max_context, noise, reserved, hedging, groups, predict)
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
@@ -214,6 +221,7 @@ class DraftStage:
         reserved: Tensor | None,
         hedging: Hedging | None,
         groups: Groups | None,
+        predict: bool,
     ) -> None:
         state = self._state
         layout, starts, tokens = self._rows(slots, count, max_context, reserved)
@@ -226,6 +234,15 @@ class DraftStage:
         if hedging is not None:
             self._hedge(hedging, slots, slots_out, anchors, best, row_noise)
         ops.place_drafts(slots, best[..., 0], state.num_computed, state.tokens)
+        if self.predicts and predict:
+            self._predict(slots, slots_out, anchors, best[..., 0])
+
+    def _predict(self, slots: Tensor, slots_out: DraftSlots, anchors: Tensor, drafts: Tensor) -> None:
+        """Say how likely the drafts [N, g] just made are to stand."""
+        before = torch.cat((anchors[:, None].long(), drafts[:, :-1]), dim=1)
+        confidence = self.drafter.confidence_logits(slots_out.hidden, before)
+        assert confidence is not None
+        self.chances.index_copy_(0, slots.long(), self.drafter.survival(confidence))
 
     def _hedge(
         self,

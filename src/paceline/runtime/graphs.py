@@ -158,13 +158,14 @@ class RoundSet:
             drafting=drafting,
             max_model_len=max_model_len,
             few_rows=few_rows,
+            choosy_from=MEMORY_BOUND_ROWS // (self._num_drafts + 1) + 1 if capture else 2,
         )
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
         self._together = attends_together(model)
         self._max_model_len = max_model_len
-        self._staging = Staging(6 * max_num_seqs + NUM_VALUES, state.device)
+        self._staging = Staging(6 * max_num_seqs + 3 + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []
@@ -172,7 +173,7 @@ class RoundSet:
     def _shapes(self) -> list[RoundShape]:
         """Every shape to capture: small ones first, and those that attend to common keys last."""
         alone = [
-            self._with_chains(RoundShape(size, count, propose, kind), size, chains)
+            self._with_chains(self._packed(size, count, propose, kind), size, chains)
             for size in self._sizes
             for count, propose in self._variants(size)
             for kind in CAPTURED_KINDS
@@ -207,7 +208,7 @@ class RoundSet:
         kinds: list[tuple[int, FixedKind]] = [(self._sizes[-1], "filtered"), (self._full_sizes[-1], "full")]
         for size, kind in kinds:
             most = 0 if self._hedging is None else self._hedging.counts[-1]
-            shape = RoundShape(size, drafts, propose, kind)
+            shape = RoundShape.even(size, drafts, propose, kind)
             for chains in {0, most}:
                 self._round(self._with_chains(shape, size, chains))
             if self._may_be_together(shape):
@@ -244,23 +245,30 @@ class RoundSet:
             return None
         return self._state.sampling.fixed_kind(span.slot)
 
-    def run(self, spans: Sequence[Span], kind: FixedKind) -> tuple[Verified, list[int]]:
+    def run(
+        self, spans: Sequence[Span], kind: FixedKind, depth: int | None = None
+    ) -> tuple[Verified, list[int]]:
         """Run spans whose ``kind`` is this one or comes before it. Rows beyond the spans' are nobody's.
+
+        Args:
+            spans: anchors and drafts.
+            kind: sampling the round must be able to do.
+            depth: drafts of each span on average that rows are wanted for; None for all they have.
 
         Returns:
             What came out, overwritten by the next run, and how many chains each span had beside it.
         """
-        shape = self._shape(spans, kind)
+        shape = self._shape(spans, kind, depth)
         groups = group_values(spans, shape.num_seqs) if self._may_be_together(shape) else None
         if groups is not None:
             shape = self._with_common_keys(shape)
         decode_round, run = self._round(shape)
-        values = np.zeros((3, shape.num_seqs), dtype=np.int32)
+        values = np.zeros((3, shape.num_seqs + 1), dtype=np.int32)
         values[0] = self._state.spare
         values[1] = -1
         values[:, : len(spans)] = [
             [span.slot for span in spans],
-            [span.drafts for span in spans],
+            [min(span.drafts, shape.num_drafts) for span in spans],
             [int(span.propose) for span in spans],
         ]
         places = np.full((2, shape.places), -1, dtype=np.int32)
@@ -281,7 +289,7 @@ class RoundSet:
         """
         able = self._together and not shape.places and shape.kind != "full"
         enough = saves_enough(shape.num_seqs, self._max_model_len)
-        return able and enough and shape.num_seqs * (shape.num_drafts + 1) > MAX_ROWS
+        return able and enough and shape.num_rows > MAX_ROWS
 
     def _with_common_keys(self, shape: RoundShape) -> RoundShape:
         """The round that attends to common keys in place of this one. There is one for greedy and filtered
@@ -315,18 +323,32 @@ class RoundSet:
         for span in spans if self._chains else ():
             self._chains.pop(span.slot, None)
 
-    def _shape(self, spans: Sequence[Span], kind: FixedKind) -> RoundShape:
+    def _shape(self, spans: Sequence[Span], kind: FixedKind, depth: int | None) -> RoundShape:
         """The round these spans need, or the smallest captured one that can run them."""
         drafts = max(span.drafts for span in spans)
         chains = max(span.chains for span in spans)
+        mean = drafts if depth is None else min(drafts, depth)
         if not self.captured:
-            shape = RoundShape(len(spans), drafts, any(span.propose for span in spans), kind)
+            propose = any(span.propose for span in spans)
+            shape = RoundShape.even(len(spans), drafts, propose, kind)
+            if not chains and kind != "full":
+                total = sum(span.drafts for span in spans)
+                shape = replace(shape, num_rows=len(spans) + min(total, mean * len(spans)))
             return self._with_chains(shape, sum(span.chains > 0 for span in spans), chains)
         able = next(k for k in CAPTURED_KINDS if FIXED_KINDS.index(k) >= FIXED_KINDS.index(kind))
         sizes = self._full_sizes if able == "full" else self._sizes
         size = next(size for size in sizes if size >= len(spans))
-        if drafts == 0:
-            return RoundShape(size, 0, any(span.propose for span in spans), able)
-        count = next(count for count in self.draft_counts[size] if count >= drafts)
-        shape = RoundShape(size, count, True, able)
+        if mean == 0:
+            return RoundShape.even(size, 0, any(span.propose for span in spans), able)
+        count = next(count for count in self.draft_counts[size] if count >= mean)
+        shape = self._packed(size, count, True, able)
         return self._with_chains(shape, size, chains if count == self._num_drafts else 0)
+
+    def _packed(self, size: int, count: int, propose: bool, kind: FixedKind) -> RoundShape:
+        """A round with rows for ``count`` drafts of each sequence on average: for which ones, the device
+        chooses. Not where parameters look at whole spans.
+        """
+        shape = RoundShape.even(size, count, propose, kind)
+        if count == 0 or kind == "full":
+            return shape
+        return replace(shape, num_drafts=self._num_drafts)

@@ -133,9 +133,10 @@ class HedgedVerify:
         self._drafting.write_context(tapped[source], layout)
         return Verified(
             torch.cat((drawn.tokens, redrawn.tokens))[source].view_as(sampled),
+            drafts,
             accepted,
-            accepted - alone,
             _picked(drawn.logprobs, redrawn.logprobs, source),
+            won=accepted - alone,
         )
 
     def _tokens(self, chain_slots: Tensor) -> Tensor:

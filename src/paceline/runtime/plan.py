@@ -37,7 +37,7 @@ class Span:
     slot: int
     rows: int
     drafts: int = 0
-    """How many of the last rows are fed tentative tokens; the row before them is the anchor."""
+    """How many of the last rows are fed tentative tokens, at most; the row before them is the anchor."""
     propose: bool = False
     """Draft the next block after this step: its tokens will stand tentatively behind the newest one."""
     sample: bool = True
@@ -120,6 +120,10 @@ class StepPlan:
     spans: list[Span] = field(default_factory=list)
     max_context: int = 0
     """Upper bound of the largest position + 1 any row of this step may have."""
+    depth: int | None = None
+    """Drafts of a decoding sequence, on average, that there are to be rows for: the device verifies those of
+    all their drafts that are most likely to stand. None: all of them.
+    """
     draft: DraftUpdates = field(default_factory=DraftUpdates)
 
     @property
@@ -139,6 +143,7 @@ class StepPlan:
                 [update for update in self.table if update.slot == span.slot],
                 [span],
                 self.max_context,
+                self.depth,
                 DraftUpdates() if i else self.draft,
             )
             for i, span in enumerate(self.spans)
@@ -154,6 +159,12 @@ class SpanResult:
     span with drafts ``len(tokens) - 1`` were accepted."""
     logprobs: list[dict[int, Logprob]] | None = None
     """Aligned with ``tokens`` when the request asked for logprobs."""
+    verified: int = 0
+    """Drafts that were verified: those of the span, or fewer where a plan has rows for some only."""
+    predicted: list[float] | None = None
+    """How likely the drafter held each of its drafts to stand if all before it did, the unverified ones
+    included; None where it does not say.
+    """
     chains: int = 0
     """Hedge chains that were verified beside the span."""
     won: int = 0

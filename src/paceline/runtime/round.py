@@ -2,10 +2,15 @@
 
 The generic step (``runner.py``) lays out whatever rows a plan asks for. Most steps of a server are simpler:
 every sequence runs its anchor and its drafts, is sampled, accepted, and drafts again. This is that round with
-fixed shapes: N sequences of K + 1 rows. A sequence with fewer drafts, or none at all, wastes rows, whose K/V
-go to a scratch block. Because every launch, shape and address is the same each time, the round can be
-captured as one CUDA graph (``graphs.py``); on a CPU it runs as it stands, which is how its logic is tested
-there. Some of the sequences may have hedge chains beside their drafts (``hedging.py``).
+fixed shapes: R rows of N sequences with up to K drafts. Because every launch, shape and address is the same
+each time, the round can be captured as one CUDA graph (``graphs.py``); on a CPU it runs as it stands, which
+is how its logic is tested there.
+
+Where there are rows for all drafts of everyone, each sequence has K + 1 of them; one with fewer drafts, or
+none at all, wastes rows, whose K/V go to a scratch block. Where there are not, the round is *packed*: spans
+of different lengths lie side by side, and rows go to the drafts that are most likely to stand, which only the
+device knows (``DraftStage.chances``). Some of the sequences may have hedge chains beside their drafts
+(``hedging.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ class RoundShape:
 
     Attributes:
         num_seqs: N.
-        num_drafts: K, drafts verified per sequence.
+        num_drafts: K, most drafts verified of a sequence.
+        num_rows: R, at least one for each sequence, at most K + 1.
         propose: whether the next block is drafted.
         kind: sampling the round can do.
         places: sequences that may be hedged.
@@ -46,11 +52,22 @@ class RoundShape:
 
     num_seqs: int
     num_drafts: int
+    num_rows: int
     propose: bool
     kind: FixedKind
     places: int = 0
     hedges: tuple[int, ...] = ()
     together: bool = False
+
+    @staticmethod
+    def even(num_seqs: int, num_drafts: int, propose: bool, kind: FixedKind) -> RoundShape:
+        """With rows for all drafts of everyone."""
+        return RoundShape(num_seqs, num_drafts, num_seqs * (num_drafts + 1), propose, kind)
+
+    @property
+    def packed(self) -> bool:
+        """Whether there are fewer."""
+        return self.num_rows < self.num_seqs * (self.num_drafts + 1)
 
 
 class DecodeRound:
@@ -64,10 +81,13 @@ class DecodeRound:
         drafting: the drafter, when there is one.
         max_model_len: longest sequence in tokens.
         few_rows: runs the target's pass where it fits; None never.
+        choosy_from: sequences from which on there are rounds with rows for some drafts only, so that it
+            matters which.
 
     Attributes:
-        inputs: [3, N] int32 on the device, to be filled before each call: slot; number of drafts, -1 where
+        inputs: [3, N + 1] int32 on the device, to be filled before each call: slot; most drafts, -1 where
             there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved).
+            The last column is nobody's, as it is made.
         hedge_inputs: [2, places] int32 on the device: which of the sequences has chains to verify; which
             gets chains for the next round; -1 for none.
         group_inputs: int32 on the device, see ``sharing.group_values``; where the shape is ``together``.
@@ -82,11 +102,12 @@ class DecodeRound:
         drafting: DraftStage | None,
         max_model_len: int,
         few_rows: FewRows | None = None,
+        choosy_from: int = 1,
     ) -> None:
         device = state.device
         n, width = shape.num_seqs, shape.num_drafts + 1
         self.shape = shape
-        self.inputs = torch.zeros(3, n, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros(3, n + 1, dtype=torch.int32, device=device)
         self.inputs[0] = state.spare
         self.inputs[1] = -1
         self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
@@ -99,24 +120,32 @@ class DecodeRound:
             chains = HedgeShape(shape.places, shape.hedges, n, shape.num_drafts)
             last = max_model_len - 1
             self._hedged = HedgedVerify(chains, shape.kind, model, cache, state, drafting, last)
-        self._few_rows = None if few_rows is None or shape.places else few_rows.target(n, width)
+        fits = not shape.places and not shape.packed
+        self._few_rows = few_rows.target(n, width) if few_rows is not None and fits else None
         self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
+        self._column = torch.arange(width, dtype=torch.int32, device=device)
         self._width = width
+        self._predict = n >= choosy_from
         self._scratch = (cache.k.shape[1] - 1) * state.block_size
         self._last = max_model_len - 1
         self._max_context = max_model_len + width
 
     def __call__(self) -> Verified:
         """Run the round on ``inputs``."""
-        slots, drafts, propose = self.inputs.unbind(0)
+        slots, limits, propose = self.inputs[:, :-1].unbind(0)
+        state, drafting = self._state, self._drafting
+        drafts = limits
+        if self.shape.packed:
+            assert drafting is not None
+            drafts = ops.allot_drafts(slots, limits, drafting.chances, self.shape.num_rows)
         layout, tokens, row_slots = self._rows(slots, drafts)
-        drafting = self._drafting
         if self._hedged is None:
             output = self._verify(slots, drafts, layout, tokens, row_slots)
         else:
             output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
-        state = self._state
+        if drafting is not None and drafting.predicts and self._predict:
+            output = output._replace(predicted=drafting.chances[slots])
         ops.advance(slots, drafts, output.sampled, output.accepted, state.num_computed, state.tokens)
         if self.shape.propose and drafting is not None:
             drafting.propose(
@@ -126,6 +155,7 @@ class DecodeRound:
                 noise=self.shape.kind != "greedy",
                 reserved=propose,
                 groups=self._groups,
+                predict=self._predict,
                 hedging=Hedging(self.hedge_inputs[1], self.shape.hedges) if self.shape.places else None,
             )
         return output
@@ -135,16 +165,23 @@ class DecodeRound:
     ) -> Verified:
         """Forward, draw and accept, without chains."""
         state, drafting = self._state, self._drafting
-        logits = self._forward(tokens, layout)  # [N * (K + 1), V]
+        logits = self._forward(tokens, layout)  # [R, V]
         rows = SampleRows(row_slots, layout.positions, state.tokens, state.tokens.shape[1])
-        fed = tokens.view(-1, self._width)
-        drawn = sample_fixed(logits, rows, fed, state.sampling, self.shape.kind)
-        sampled = drawn.tokens.view_as(fed)
+        spans = tokens.view(-1, 1 if self.shape.packed else self._width)
+        drawn = sample_fixed(logits, rows, spans, state.sampling, self.shape.kind)
+        sampled, fed = (self._by_span(values, layout, drafts) for values in (drawn.tokens, tokens))
         accepted = count_accepted(sampled, fed[:, 1:], drafts)
         if drafting is not None:
-            anchors = layout.positions.view(-1, self._width)[:, 0]
+            anchors = state.num_computed[slots] if self.shape.packed else layout.positions[:: self._width]
             accepted = drafting.override(accepted, slots, anchors, drafts)
-        return Verified(sampled, accepted, None, drawn.logprobs)
+        return Verified(sampled, drafts, accepted, drawn.logprobs)
+
+    def _by_span(self, values: Tensor, layout: RowLayout, drafts: Tensor) -> Tensor:
+        """Values of rows [R] as [N, K + 1]; beyond a span's own rows the last of them is repeated."""
+        if not self.shape.packed:
+            return values.view(-1, self._width)
+        row = layout.row_start[:-1, None] + torch.minimum(self._column, drafts[:, None]).clamp(min=0)
+        return values[row.clamp(max=len(values) - 1)]
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Logits of the rows; the drafter's context is written on the way."""
@@ -161,30 +198,34 @@ class DecodeRound:
         return self._model.logits(hidden)
 
     def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor, Tensor]:
-        """The rows' layout, the tokens they are fed and their slots, [N * (K + 1)]."""
+        """The rows' layout, the tokens they are fed and their slots, [R]."""
         state = self._state
-        positions, tokens, kv_slots, row_slots = ops.span_rows(
-            slots,
-            drafts,
-            state.num_computed,
-            state.tokens,
-            state.block_tables,
-            self._width,
-            state.block_size,
-            self._last,
-            self._scratch,
-        )
+        of_slots = slots, drafts, state.num_computed, state.tokens, state.block_tables
+        if self.shape.packed:
+            row_start, row_seq, positions, tokens, kv_slots, row_slots = ops.packed_rows(
+                *of_slots,
+                self.shape.num_rows,
+                state.block_size,
+                state.spare,
+                self._last,
+                self._scratch,
+            )
+        else:
+            row_start, row_seq = self._row_start, self._row_seq
+            positions, tokens, kv_slots, row_slots = ops.span_rows(
+                *of_slots, self._width, state.block_size, self._last, self._scratch
+            )
         layout = RowLayout(
-            slots=slots,
-            row_start=self._row_start,
-            row_seq=self._row_seq,
+            slots=self.inputs[0] if self.shape.packed else slots,
+            row_start=row_start,
+            row_seq=row_seq,
             positions=positions,
             kv_slots=kv_slots,
             block_tables=state.block_tables,
             num_computed=state.num_computed,
             host_rows=(self._width,) * self.shape.num_seqs,
             host_max_context=self._max_context,
-            common=None if self._groups is None else self._groups.keys(self._row_start),
+            common=None if self._groups is None else self._groups.keys(row_start),
         )
         return layout, tokens, row_slots
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -42,8 +42,9 @@ PROMPT_LOGPROB_ROWS = 128
 class _Copies:
     """A step's results on their way to the host."""
 
-    drawn: tuple[Tensor, Tensor] | None  # sampled [N, K + 1] int32, accepted [N] int32
+    drawn: tuple[Tensor, ...] | None  # sampled [N, K + 1], drafts verified [N] and accepted [N], int32
     won: Tensor | None  # [N] int32
+    predicted: Tensor | None  # [N, g] fp32
     logprobs: LogprobTensors | None  # of the sampled rows that asked
     prompt: list[list[LogprobTensors]]  # per span, in parts
     done: torch.cuda.Event | None
@@ -190,9 +191,11 @@ class Runner:
         as a whole cannot be run again.
         """
         spans = [plan.spans[i] for i in part.spans]
+        if part.kind is None or part.kind == "full":  # which know no choice of drafts
+            spans = _shortened(spans, plan.depth)
         if part.kind is not None and self.rounds is not None:
             try:
-                output, chains = self.rounds.run(spans, part.kind)
+                output, chains = self.rounds.run(spans, part.kind, plan.depth)
             except EngineDeadError:
                 raise
             except Exception:
@@ -236,9 +239,9 @@ class Runner:
         logprobs = None
         if output.logprobs is not None and any(self.state.sampling.reports(span.slot) for span in spans):
             logprobs = _reported(output.logprobs, spans, width, self.state.sampling)
-        drawn = output.sampled[:count], output.accepted[:count]
-        won = None if output.won is None else output.won[:count]
-        copies = self._to_host(drawn, logprobs, [[] for _ in spans], won)
+        drawn = output.sampled[:count], output.drafts[:count].clone(), output.accepted[:count]
+        won, predicted = (None if x is None else x[:count] for x in (output.won, output.predicted))
+        copies = self._to_host(drawn, logprobs, [[] for _ in spans], won, predicted)
         return _Pending(spans, list(range(count)), copies, chains)
 
     def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
@@ -256,12 +259,17 @@ class Runner:
         slots = [spans[i].slot for i in rows.host_sampled for _ in range(spans[i].drafts + 1)]
         sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, max_context)
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
-        drawn = self._accept(rows, output.tokens)
-        self._advance(rows, tapped, drawn)
+        sampled, accepted = self._accept(rows, output.tokens)
+        predicted = None
+        if drafting is not None and drafting.predicts:
+            predicted = drafting.chances[rows.sample_slots[rows.first_sample]]
+        self._advance(rows, tapped, (sampled, accepted))
         if drafting is not None and rows.host_proposing:
             slots_at_random = state.sampling.any_random(rows.host_proposing)
             drafting.propose(rows.proposing, len(rows.host_proposing), max_context, noise=slots_at_random)
-        return _Pending(spans, rows.host_sampled, self._to_host(drawn, output.logprobs, prompt))
+        drawn = sampled, rows.num_drafts, accepted
+        copies = self._to_host(drawn, output.logprobs, prompt, None, predicted)
+        return _Pending(spans, rows.host_sampled, copies)
 
     def _forward(self, rows: StepRows) -> ForwardOutput:
         """The target's layers."""
@@ -331,16 +339,18 @@ class Runner:
 
     def _to_host(
         self,
-        drawn: tuple[Tensor, Tensor] | None,
+        drawn: tuple[Tensor, Tensor, Tensor] | None,
         logprobs: LogprobTensors | None,
         prompt: list[list[LogprobTensors]],
         won: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> _Copies:
         """Start copying a step's results to the host. Its tokens stand already."""
         try:
             copies = _Copies(
-                drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
+                drawn=None if drawn is None else tuple(map(to_host, drawn)),
                 won=None if won is None else to_host(won),
+                predicted=None if predicted is None else to_host(predicted),
                 logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
                 prompt=[[_logprobs_to_host(part) for part in parts] for parts in prompt],
                 done=None,
@@ -366,6 +376,15 @@ class _Merged:
             for index, result in zip(part.spans, pending.result(), strict=True)
         }
         return [found[index] for index in range(len(found))]
+
+
+def _shortened(spans: Sequence[Span], depth: int | None) -> list[Span]:
+    """The same with at most ``depth`` drafts each."""
+    cuts = [0 if depth is None else max(0, span.drafts - depth) for span in spans]
+    return [
+        replace(span, rows=span.rows - cut, drafts=span.drafts - cut) if cut else span
+        for span, cut in zip(spans, cuts, strict=True)
+    ]
 
 
 def _reported(
@@ -424,9 +443,13 @@ class _Pending:
                 ]
             results.append(result)
         if copies.drawn is not None:
-            sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
-            for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
-                results[i].tokens = tokens[: count + 1]
+            for i, tokens, drafts, count in zip(
+                self._host_sampled, *(part.tolist() for part in copies.drawn), strict=True
+            ):
+                results[i].tokens, results[i].verified = tokens[: count + 1], drafts
+            if copies.predicted is not None:
+                for i, chances in zip(self._host_sampled, copies.predicted.tolist(), strict=True):
+                    results[i].predicted = chances
             if copies.won is not None:
                 for i, chains, won in zip(self._host_sampled, self._chains, copies.won.tolist(), strict=True):
                     results[i].chains, results[i].won = chains, won

@@ -161,6 +161,13 @@ class RoundCosts:
             return self._counts
         return self._tiers[self._tier(num_seqs)]
 
+    def room(self, num_seqs: int, depth: int) -> int:
+        """Drafts that a round of so many sequences and ``depth`` drafts of each has rows for: rows that a
+        captured round has for nobody are there for more.
+        """
+        size = num_seqs if self._tiers is None else max(self._tier(num_seqs), num_seqs)
+        return size * (depth + 1) - num_seqs if depth else 0
+
     def seconds(self, round_: Round, context: float) -> float:
         """What a round takes.
 

@@ -45,8 +45,9 @@ class Decision:
     """What a step does about drafts.
 
     Attributes:
-        depth: most drafts verified per sequence.
-        drafts: drafts verified by slot, where rows are too few for ``depth`` of each; else None.
+        depth: drafts of a sequence, on average, that there are rows for; whose drafts these verify is for the
+            device to choose among what each may verify.
+        drafts: most drafts verified by slot; None for all that are in place.
         propose: whether the next block is drafted.
         reason: why.
         expected: tokens the round should commit.
@@ -68,7 +69,9 @@ class Decision:
 
     def limit(self, slot: int) -> int:
         """Most drafts ``slot`` may verify."""
-        return self.depth if self.drafts is None else self.drafts.get(slot, 0)
+        if self.drafts is None:
+            return sys.maxsize if self.depth else 0
+        return self.drafts.get(slot, 0)
 
 
 EVERYTHING = Decision(sys.maxsize, None, True, "all")

@@ -38,10 +38,19 @@ def long_run_rates(
     """
     num_seqs = len(batch.slots) + len(batch.coming)
     by_slot = np.argsort(batch.slots)  # sums must not depend on the order of a batch
-    drafts = survival.of(batch.slots)[by_slot] * np.asarray(batch.can_draft, dtype=bool)[by_slot, None]
+    able = np.asarray(batch.can_draft, dtype=bool)[by_slot, None]
+    drafts = survival.of(batch.slots)[by_slot] * able
     new = np.tile(survival.overall(), (len(batch.coming), 1))
-    paces = 1.0 + np.cumsum(np.concatenate((drafts, new)), axis=1)
-    paces = np.concatenate((np.ones((num_seqs, 1)), paces), axis=1).T[list(depths)]  # [C, N]
+    rooms = [costs.room(num_seqs, depth) for depth in depths]
+    chances = np.concatenate((drafts, new))
+    paces = _chosen(chances, rooms)  # [C, N] tokens per round beside the anchor's
+    if survival.trusted and batch.slots:
+        # The drafter knows better than the past what stands now; sequences differ by it from round to round.
+        moment = survival.of(batch.slots, now=True)[by_slot] * able
+        theirs = [room * len(batch.slots) // num_seqs for room in rooms]
+        most, usual = (_chosen(of, theirs).sum(1) for of in (moment, drafts))
+        paces *= (most / np.maximum(usual, 1e-9))[:, None]
+    paces += 1.0
     if batch.refilled:
         seconds = [costs.seconds(Round(num_seqs, depth, depth > 0), batch.context) for depth in depths]
         rates = paces.sum(1) / seconds
@@ -55,6 +64,20 @@ def long_run_rates(
             times[1:] = start + finish_seconds(paces, np.maximum(left - 1.0, 1.0), table, survival.spread)[1:]
         rates = left.sum() / times
     return dict(zip(depths, rates.tolist(), strict=True))
+
+
+def _chosen(chances: FloatArray, rooms: Sequence[int]) -> FloatArray:
+    """Drafts of each sequence that stand where there are rows for so many, which the likeliest get.
+
+    Args:
+        chances: [N, g], falling along each row.
+        rooms: numbers of drafts [C].
+
+    Returns:
+        [C, N].
+    """
+    rank = np.argsort(np.argsort(-chances, axis=None, kind="stable"), kind="stable").reshape(chances.shape)
+    return np.array([np.where(rank < room, chances, 0.0).sum(1) for room in rooms])
 
 
 def finish_seconds(paces: FloatArray, left: FloatArray, seconds: FloatArray, spread: float) -> FloatArray:

@@ -97,28 +97,27 @@ def allot(chances: NDArray[np.int64], slots: Sequence[int], limits: Sequence[int
     Returns:
         Drafts of each.
     """
-    wanted = sorted(
-        (-int(chances[i, j]), j, slot, i)
-        for i, (slot, limit) in enumerate(zip(slots, limits, strict=True))
-        for j in range(limit)
-    )
-    given = [0] * len(slots)
-    for *_, i in wanted[:rows]:
-        given[i] += 1
-    return given
+    position = np.arange(chances.shape[1])
+    wanted, draft = np.nonzero(position < np.asarray(limits)[:, None])  # sequence and position of each draft
+    order = np.lexsort((np.asarray(slots)[wanted], draft, -chances[wanted, draft]))[:rows]
+    return np.bincount(wanted[order], minlength=len(slots)).tolist()  # type: ignore[no-any-return]
 
 
-def expected_tokens(chances: NDArray[np.int64], limits: Sequence[int]) -> list[float]:
-    """Tokens committed with at most 0, 1, ... g drafts per sequence.
+def expected_tokens(chances: NDArray[np.int64], limits: Sequence[int], rooms: Sequence[int]) -> list[float]:
+    """Tokens committed with rows for so many drafts, which the likeliest of all get.
 
     Args:
         chances: [N, g] that a draft and all before it stand, in ``UNIT``.
         limits: most drafts of each sequence.
+        rooms: numbers of drafts.
+
+    Returns:
+        As many.
     """
     position = np.arange(chances.shape[1])
-    counted = np.where(position < np.asarray(limits)[:, None], chances, 0)
-    totals = np.cumsum(counted.sum(0))
-    return [float(len(limits)), *(len(limits) + totals / UNIT).tolist()]
+    counted = np.where(position < np.asarray(limits)[:, None], chances, 0).ravel()
+    totals = np.concatenate(([0], np.cumsum(np.sort(counted)[::-1])))
+    return [len(limits) + float(totals[min(room, len(counted))]) / UNIT for room in rooms]
 
 
 class Planner:
@@ -175,7 +174,8 @@ class Planner:
 
         choices = (0, *self.costs.counts(num_seqs))
         drafts = sum(batch.available)
-        situation = (self._settled_for, self._settled_until, num_seqs, max(batch.available), drafts)
+        about = (max(batch.available), drafts, *batch.slots)
+        situation = (self._settled_for, self._settled_until, *about)
         if situation != self._situation or drafts > batch.row_limit:  # else the last look still holds
             self._situation = situation
             self._look(batch, choices, lambda k: rate * seconds(k, propose))
@@ -207,8 +207,12 @@ class Planner:
     def _look(self, batch: Batch, choices: Sequence[int], price: Callable[[int], float]) -> None:
         """Work out what the round may commit, and the depth at which that is most beyond what it costs."""
         if any(batch.available):
-            chances = np.rint(self.survival.of(batch.slots) * UNIT).astype(np.int64)
-            now = expected_tokens(chances, batch.available)
+            chances = np.rint(self.survival.of(batch.slots, now=True) * UNIT).astype(np.int64)
+            rooms = [
+                min(self.costs.room(len(batch.slots), depth), batch.row_limit)
+                for depth in range(self.costs.num_drafts + 1)
+            ]
+            now = expected_tokens(chances, batch.available, rooms)
         else:
             chances, now = None, [float(len(batch.slots))] * (self.costs.num_drafts + 1)
         reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
@@ -350,14 +354,18 @@ class Planner:
                 self.expected_tokens,
             )
 
-    @staticmethod
-    def _allot(chances: NDArray[np.int64] | None, batch: Batch, depth: int) -> dict[int, int] | None:
-        if chances is None:
+    def _allot(self, chances: NDArray[np.int64] | None, batch: Batch, depth: int) -> dict[int, int] | None:
+        """Most drafts of each sequence. Which of a sequence's drafts stand is best said by the drafter, on
+        the device; where it does not know, by what stood before.
+        """
+        if chances is None or not depth:
             return None
-        limits = [min(depth, available) for available in batch.available]
-        if sum(limits) <= batch.row_limit:
+        wanted, room = sum(batch.available), batch.row_limit
+        if not self.survival.trusted:
+            room = min(room, self.costs.room(len(batch.slots), depth))
+        if wanted <= room:
             return None
-        return dict(zip(batch.slots, allot(chances, batch.slots, limits, batch.row_limit), strict=True))
+        return dict(zip(batch.slots, allot(chances, batch.slots, batch.available, room), strict=True))
 
     def committed(
         self,
@@ -367,6 +375,7 @@ class Planner:
         accepted: Sequence[int],
         chains: Sequence[int] = (),
         won: Sequence[int] = (),
+        predicted: Sequence[Sequence[float] | None] = (),
     ) -> None:
         """Learn from a round's results.
 
@@ -377,8 +386,10 @@ class Planner:
             accepted: how many of them stood, chains left aside.
             chains: hedge chains verified beside them, and
             won: tokens committed because of one; empty where there are none.
+            predicted: how likely the drafter held all drafts of each to stand, those not verified too; None
+                where it did not say.
         """
-        self.survival.observe(slots, drafts, accepted)
+        self.survival.observe(slots, drafts, accepted, predicted)
         if self.odds is not None and chains:
             self.odds.observe(accepted, drafts, chains, won)
         tokens = sum(accepted) + sum(won) + len(slots)

@@ -8,8 +8,10 @@ from paceline.ops.triton.norm import add_rms_norm, rms_norm
 from paceline.ops.triton.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
 from paceline.ops.triton.rounds import (
     advance,
+    allot_drafts,
     block_rows,
     leading_matches,
+    packed_rows,
     place_drafts,
     span_rows,
     synthetic_matches,
@@ -19,6 +21,7 @@ from paceline.ops.triton.slots import cache_slots
 __all__ = [
     "add_rms_norm",
     "advance",
+    "allot_drafts",
     "block_rows",
     "cache_slots",
     "draft_best",
@@ -27,6 +30,7 @@ __all__ = [
     "kv_norm_rope_write",
     "leading_matches",
     "matmul",
+    "packed_rows",
     "paged_attention",
     "place_drafts",
     "qk_norm_rope_write",

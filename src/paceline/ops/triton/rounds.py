@@ -110,6 +110,177 @@ def span_rows(
     return positions, fed, kv_slots, row_slots
 
 
+@triton.jit(do_not_specialize=["slots_ptr", "limits_ptr", "chances_ptr", "num_seqs", "num_rows", "stride"])
+def _allot_drafts_kernel(
+    slots_ptr,  # [N]
+    limits_ptr,  # [N]
+    chances_ptr,  # [S, G] fp32
+    drafts_ptr,  # [N] int32
+    num_seqs,
+    num_rows,
+    stride,
+    G: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    limit = tl.load(limits_ptr + seq)
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    own = _rank_key(tl.load(chances_ptr + slot * stride + column, mask=column < G, other=0.0), column, slot)
+    before = tl.zeros((COLUMNS,), tl.int32)  # drafts that come before each of this sequence's
+    present = tl.zeros((), tl.int32)
+    for first in range(0, num_seqs, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        inside = other < num_seqs
+        limits = tl.load(limits_ptr + other, mask=inside, other=-1)
+        slots = tl.load(slots_ptr + other, mask=inside, other=0).to(tl.int64)
+        present += tl.sum((limits >= 0).to(tl.int32), axis=0)
+        for draft in tl.static_range(G):
+            chance = tl.load(chances_ptr + slots * stride + draft, mask=inside, other=0.0)
+            key = tl.where(draft < limits, _rank_key(chance, draft, slots), -1)
+            before += tl.sum((key[:, None] > own[None, :]).to(tl.int32), axis=0)
+    taken = (column < tl.minimum(limit, G)) & (before < num_rows - present)
+    tl.store(drafts_ptr + seq, tl.where(limit < 0, limit, tl.sum(taken.to(tl.int32), axis=0)))
+
+
+@triton.jit
+def _rank_key(chance, draft, slot):
+    """Larger for the more likely; then for the earlier draft, then for the smaller slot."""
+    return ((chance * 16777216.0).to(tl.int64) << 25) + ((31 - draft) << 20) + (1048575 - slot)
+
+
+def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+    """See :func:`paceline.ops.allot_drafts`."""
+    assert slots.is_contiguous() and limits.is_contiguous() and chances.stride(1) == 1
+    num_drafts = chances.shape[1]
+    drafts = torch.empty((len(slots),), dtype=torch.int32, device=slots.device)
+    _allot_drafts_kernel[(len(slots),)](
+        slots,
+        limits,
+        chances,
+        drafts,
+        len(slots),
+        num_rows,
+        chances.stride(0),
+        G=num_drafts,
+        COLUMNS=max(triton.next_power_of_2(num_drafts), 2),
+        BLOCK=64,
+    )
+    return drafts
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slots_ptr",
+        "drafts_ptr",
+        "num_computed_ptr",
+        "token_table_ptr",
+        "block_tables_ptr",
+        "num_seqs",
+        "num_rows",
+        "spare",
+        "last",
+        "scratch",
+        "token_stride",
+        "table_stride",
+    ]
+)
+def _packed_rows_kernel(
+    slots_ptr,  # [N]
+    drafts_ptr,  # [N]
+    num_computed_ptr,  # [S]
+    token_table_ptr,  # [S, L]
+    block_tables_ptr,  # [S, M]
+    row_start_ptr,  # [N + 1] int32
+    row_seq_ptr,  # [R] int32
+    positions_ptr,  # [R] int32
+    tokens_ptr,  # [R] int32
+    kv_slots_ptr,  # [R] int64
+    row_slots_ptr,  # [R] int32
+    num_seqs,
+    num_rows,
+    spare,
+    last,
+    scratch,
+    token_stride,
+    table_stride,
+    P: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.arange(0, SEQS)
+    counts = tl.load(drafts_ptr + seq, mask=seq < num_seqs, other=-1) + 1  # rows of each sequence
+    ends = tl.cumsum(counts, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(row_start_ptr + seq, ends - counts, mask=seq < num_seqs)
+        tl.store(row_start_ptr + num_seqs, tl.sum(counts, axis=0))
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    behind = (ends[None, :] <= row[:, None]) & (seq < num_seqs)[None, :]
+    owner = tl.sum(behind.to(tl.int32), axis=1)  # N for rows that are nobody's
+    offset = row - tl.sum(tl.where(behind, counts[None, :], 0), axis=1)
+    owned = owner < num_seqs
+    slot = tl.load(slots_ptr + owner, mask=inside & owned, other=0)
+    slot = tl.where(owned, slot, spare).to(tl.int64)
+    position = tl.minimum(tl.load(num_computed_ptr + slot, mask=inside, other=0) + offset, last)
+    token = tl.load(token_table_ptr + slot * token_stride + position, mask=inside, other=0)
+    block = tl.load(block_tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
+    own = block.to(tl.int64) * P + position % P
+    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    tl.store(row_seq_ptr + row, owner, mask=inside)
+    tl.store(positions_ptr + row, position, mask=inside)
+    tl.store(tokens_ptr + row, token, mask=inside)
+    tl.store(kv_slots_ptr + row, tl.where(owned, own, nobodys), mask=inside)
+    tl.store(row_slots_ptr + row, slot.to(tl.int32), mask=inside)
+
+
+def packed_rows(
+    slots: Tensor,
+    drafts: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    num_rows: int,
+    block_size: int,
+    spare: int,
+    last: int,
+    scratch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`paceline.ops.packed_rows`."""
+    assert tokens.is_contiguous() and block_tables.is_contiguous() and num_computed.is_contiguous()
+    assert slots.is_contiguous() and drafts.is_contiguous()
+    device, num_seqs, block = slots.device, len(slots), 32
+    ints = torch.empty((4, num_rows), dtype=torch.int32, device=device)
+    row_seq, positions, fed, row_slots = ints.unbind(0)
+    row_start = torch.empty((num_seqs + 1,), dtype=torch.int32, device=device)
+    kv_slots = torch.empty((num_rows,), dtype=torch.int64, device=device)
+    _packed_rows_kernel[(triton.cdiv(num_rows, block),)](
+        slots,
+        drafts,
+        num_computed,
+        tokens,
+        block_tables,
+        row_start,
+        row_seq,
+        positions,
+        fed,
+        kv_slots,
+        row_slots,
+        num_seqs,
+        num_rows,
+        spare,
+        last,
+        scratch,
+        tokens.stride(0),
+        block_tables.stride(0),
+        P=block_size,
+        SEQS=max(triton.next_power_of_2(num_seqs), 2),
+        BLOCK=block,
+    )
+    return row_start, row_seq, positions, fed, kv_slots, row_slots
+
+
 @triton.jit(
     do_not_specialize=[
         "slots_ptr",
