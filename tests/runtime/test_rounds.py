@@ -355,8 +355,7 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     core = round_core("dspark_tiny_b7", 0, hedge=hedge)
     runner = runner_of(core)
     assert runner.rounds is not None
-    keywords, hedging = dict(runner.rounds._make.keywords), runner.rounds._hedging
-    del keywords["choosy_from"]
+    keywords, hedging = runner.rounds._make.keywords, runner.rounds._hedging
     monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 5 * keywords["max_model_len"])
     rounds = runner.rounds = RoundSet(**keywords, max_num_seqs=6, capture=True, hedging=hedging)
     everything = rounds._shapes()

@@ -14,7 +14,7 @@ from paceline.engine.messages import EngineRequest
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.costs import Measured, Round, RoundCosts
 from paceline.speculation.decision import Batch
-from paceline.speculation.horizon import finish_seconds, long_run_rates
+from paceline.speculation.horizon import FloatArray, finish_seconds, long_run_rates
 from paceline.speculation.survival import LIVES, PRIOR_SPREAD, Survival
 from support.engines import golden_core, golden_prompts
 from support.round_world import h200_seconds
@@ -23,10 +23,17 @@ FLAT = np.array([[1.0] * 4, [2.0] * 4])
 """Plain and drafted rounds of up to four sequences: a second and two, whatever their number."""
 
 
+def total(paces: FloatArray, left: FloatArray, seconds: FloatArray, spread: float) -> FloatArray:
+    """Until the first ends, and from there on."""
+    first, rest = finish_seconds(paces, left, seconds, spread)
+    assert (first > 0).all() and (rest >= 0).all()
+    return first + rest
+
+
 def finish(pace: list[float], left: list[float], spread: float = 0.0) -> tuple[float, float]:
     """Seconds plainly, and with drafts that commit ``pace`` tokens a round."""
     paces = np.array([[1.0] * len(pace), pace])
-    plain, drafted = finish_seconds(paces, np.array(left), FLAT[:, : len(pace)], spread)
+    plain, drafted = total(paces, np.array(left), FLAT[:, : len(pace)], spread)
     return float(plain), float(drafted)
 
 
@@ -48,7 +55,7 @@ def test_a_batch_waits_for_its_slowest() -> None:
     """Drafting gains half on the whole, and loses because one sequence gains nothing."""
     paces = np.array([[1.0] * 4, [4.0, 4.0, 4.0, 1.2]])
     seconds = np.array([[1.0] * 4, [2.0] * 4])
-    plain, drafted = finish_seconds(paces, np.array([100.0] * 4), seconds, 0.0)
+    plain, drafted = total(paces, np.array([100.0] * 4), seconds, 0.0)
     assert paces[1].sum() / 2.0 > 1.5 * paces[0].sum() / 1.0
     assert drafted > plain == 100.0
 
@@ -57,7 +64,7 @@ def test_a_long_sequence_among_short_ones_does_not_decide_for_them() -> None:
     """Three short ones are faster plainly; the long one is drafted for when they are done."""
     seconds = np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 4.0, 4.0]])
     paces = np.array([[1.0] * 4, [3.0] * 4])
-    plain, drafted = finish_seconds(paces, np.array([30.0, 30.0, 30.0, 1000.0]), seconds, 0.0)
+    plain, drafted = total(paces, np.array([30.0, 30.0, 30.0, 1000.0]), seconds, 0.0)
     assert plain == pytest.approx(30 + 970 / 3, rel=0.01)
     assert drafted > plain
 
@@ -67,7 +74,7 @@ def test_going_on_plainly_draws_nothing_out() -> None:
     seconds = np.array([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0]])
     paces = np.array([[1.0] * 3, [1.9] * 3])
     left = np.array([30.0, 300.0, 300.0])
-    even, uneven = (finish_seconds(paces, left, seconds, spread) for spread in (0.0, 0.3))
+    even, uneven = (total(paces, left, seconds, spread) for spread in (0.0, 0.3))
     assert uneven[1] == pytest.approx(even[1])
 
 
@@ -76,8 +83,8 @@ def test_the_order_of_sequences_does_not_matter(order: list[int], spread: float)
     paces = np.array([[1.0] * 6, [2.0, 2.5, 3.0, 1.5, 2.0, 2.0]])
     left = np.array([5.0, 90.0, 20.0, 20.0, 60.0, 1.0])
     seconds = np.array([np.linspace(1.0, 1.5, 6), np.linspace(1.2, 3.0, 6)])
-    one = finish_seconds(paces, left, seconds, spread)
-    assert finish_seconds(paces[:, order], left[order], seconds, spread) == pytest.approx(one)
+    one = total(paces, left, seconds, spread)
+    assert total(paces[:, order], left[order], seconds, spread) == pytest.approx(one)
 
 
 def costs() -> RoundCosts:

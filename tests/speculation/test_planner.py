@@ -151,6 +151,45 @@ def test_many_sequences_count_as_one_after_the_other() -> None:
     assert together.overall() == pytest.approx(apart.overall(), rel=1e-6)
 
 
+def taught(told: float, rounds: int = 400, *, depth: int | None = None) -> Survival:
+    """After rounds of eight whose drafts stand with chances that differ from block to block, of which the
+    drafter knows a share; with rows for ``depth`` drafts of each, given to those it thinks well of.
+    """
+    rng, survival = np.random.default_rng(3), Survival(8, 4)
+    for _ in range(rounds):
+        true = np.repeat(rng.uniform(0.3, 0.9, (8, 1)), 4, axis=1)
+        said = np.cumprod(told * true + (1 - told) * rng.uniform(0.3, 0.9, (8, 4)), axis=1)
+        drafts = [4] * 8
+        if depth is not None:
+            drafts = allot((said * UNIT).astype(np.int64), range(8), drafts, 8 * depth)
+        stood = np.cumprod(rng.random((8, 4)) < true, axis=1).sum(1)
+        survival.observe(range(8), drafts, np.minimum(stood, drafts).tolist(), said.tolist())
+    return survival
+
+
+def test_what_a_drafter_says_is_believed_as_far_as_it_is_right() -> None:
+    assert taught(1.0).slope == pytest.approx(1.0, abs=0.1) and taught(1.0).trusted
+    assert taught(0.0).slope < 0.1 and not taught(0.0).trusted
+    assert not Survival(8, 4).trusted, "not before it was"
+
+
+def test_chances_are_those_of_all_drafts_where_only_good_ones_are_verified() -> None:
+    """Of the last positions one sees hardly any but those that were thought well of."""
+    everything, some = taught(1.0, 3000), taught(1.0, 3000, depth=2)
+    assert some.overall() == pytest.approx(everything.overall(), abs=0.06)
+    seen = np.array([0.75, 0.6, 0.5, 0.4])  # what counts alone would make of it
+    assert some.overall()[3] < seen[3] - 0.1
+
+
+def test_a_block_that_is_thought_well_of_stands_further_now_than_on_average() -> None:
+    survival = taught(1.0)
+    survival.observe([0, 1], [4, 4], [2, 2], [[0.9, 0.8, 0.7, 0.6], [0.3, 0.1, 0.03, 0.01]])
+    good, bad = survival.of([0, 1], now=True)
+    assert (good > survival.of([0])[0]).all() and (bad < survival.of([1])[0]).all()
+    survival.reset(0)
+    assert survival.of([0], now=True)[0] == pytest.approx(survival.overall()), "nobody's block"
+
+
 # ---------------------------------------------------------------------- the choice
 
 

@@ -297,6 +297,7 @@ class EngineCore:
                 expected_tokens=planner.expected_tokens,
                 realised_tokens=planner.realised_tokens,
                 survival=planner.survival.overall().tolist(),
+                slope=planner.survival.slope,
             )
         return stats
 

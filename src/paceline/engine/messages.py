@@ -113,13 +113,15 @@ class PlannerStats(msgspec.Struct, kw_only=True):
     """What the verify planner chose since start, and what it goes by."""
 
     rounds: list[tuple[int, str, int]] = []
-    """Rounds planned: drafts verified per sequence at most, why, and how many."""
+    """Rounds planned: drafts verified per sequence on average, why, and how many."""
     expected_tokens: float = 0.0
     """Tokens planned rounds should have committed."""
     realised_tokens: int = 0
     """Tokens they committed."""
     survival: list[float] = []
     """Chance that the draft at each position and all before it stand, as estimated now."""
+    slope: float = 0.0
+    """By how much a draft is likelier to stand, as a share of what the drafter says."""
 
 
 class HedgeStats(msgspec.Struct, kw_only=True):

@@ -36,6 +36,7 @@ from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.draft_state import Candidate, DraftState, Offer, PagedDraftState
 from paceline.speculation.hedging import Hedger
 from paceline.speculation.planner import Planner
+from paceline.speculation.vacancies import Vacancies
 
 _order = attrgetter("order")
 
@@ -83,6 +84,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))[::-1]
         self._queued = False  # whether the last plan had no room for somebody
+        self._vacancies = Vacancies()
+        self._started = self._ended = 0  # sequences, since ``_vacancies`` was told
         self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
         self._step = 0
 
@@ -118,6 +121,7 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._running.remove(sequence)
                 self._vacate(sequence)
+                self._ended += 1
             elif sequence.status is Status.WAITING:
                 dropped = True
             sequence.status = Status.FINISHED
@@ -151,6 +155,8 @@ class Scheduler:
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.scheduled <= 1 else prefilling).append(sequence)
         if self.planner is not None:
+            self._vacancies.step(self._started, self._ended, len(self._running))
+            self._started = self._ended = 0
             step.decision = self.planner.decide(self._batch(decoding, prefilling))
             step.plan.depth = step.decision.depth
         preempted = False
@@ -203,7 +209,7 @@ class Scheduler:
         """The sequences that decode, as the planner sees them, and the work beside them."""
         sequences = [s for s in decoding if s.rows_wanted > 0]
         arrived = [s for _, s in self._waiting]  # there is a slot for each, unless others wait for room
-        refilled = self._queued or len(arrived) > len(self._free_slots)
+        refilled = self._queued or len(arrived) > len(self._free_slots) or self._vacancies.replaced
         return Batch(
             slots=[s.slot for s in sequences],
             available=[self._drafts_in_place(s) for s in sequences],
@@ -313,6 +319,7 @@ class Scheduler:
             sequence.status = Status.RUNNING
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
+            self._started += 1
             self._groups = None
             if self.planner is not None:
                 self.planner.survival.reset(sequence.slot)

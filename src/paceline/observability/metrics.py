@@ -39,6 +39,7 @@ _OWN_ONLY = frozenset(
         "spec_decode_expected_tokens",
         "spec_decode_realised_tokens",
         "spec_decode_survival",
+        "spec_decode_confidence_slope",
         "spec_decode_hedged_rounds",
         "spec_decode_hedge_chains",
         "spec_decode_hedged_spans",
@@ -227,7 +228,7 @@ class Metrics(Collector):
         prefix = "spec_decode_"
         yield self._counter(
             prefix + "planned_rounds",
-            "Decode rounds, by drafts verified per sequence at most and why so many.",
+            "Decode rounds, by drafts verified per sequence on average and why so many.",
             {(str(drafts), reason): count for drafts, reason, count in sorted(planner.rounds)},
             ("drafts", "reason"),
         )
@@ -247,6 +248,11 @@ class Metrics(Collector):
         for position, chance in enumerate(planner.survival):
             survival.add_metric((*self._labels, str(position)), chance)
         yield survival
+        yield self._gauge(
+            prefix + "confidence_slope",
+            "By how much drafts are likelier to stand, as a share of what the drafter says.",
+            planner.slope,
+        )
 
     def _accept_lengths(self, lengths: Sequence[int]) -> Metric:
         """The histogram of tokens committed per verify span, one bucket per length."""

@@ -158,7 +158,6 @@ class RoundSet:
             drafting=drafting,
             max_model_len=max_model_len,
             few_rows=few_rows,
-            choosy_from=MEMORY_BOUND_ROWS // (self._num_drafts + 1) + 1 if capture else 2,
         )
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
@@ -232,7 +231,8 @@ class RoundSet:
         """The round of a shape, made or captured when it is not there yet."""
         found = self._rounds.get(shape)
         if found is None:
-            made = self._make(shape)
+            choosy_from = MEMORY_BOUND_ROWS // (self._num_drafts + 1) + 1 if self.captured else 2
+            made = self._make(shape, choosy_from=choosy_from)
             found = made, made if self.where is None else Captured(made, self.where)
             self._rounds[shape] = found
             if shape in self.missing:

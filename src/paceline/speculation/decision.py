@@ -22,8 +22,8 @@ class Batch:
         row_limit: drafts the step has rows for, over all sequences.
         left: most tokens each may still commit.
         coming: the same of sequences that are about to decode beside them.
-        refilled: whether others wait, so that whoever ends is replaced; ``left`` and ``coming`` do not count
-            then.
+        refilled: whether whoever ends is replaced, because others wait or come; ``left`` and ``coming`` do
+            not count then.
         hedged: sequences that may have hedge chains beside all their drafts, in rows nobody else needs.
         chains: chains of each of them.
     """

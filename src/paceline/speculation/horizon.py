@@ -58,11 +58,15 @@ def long_run_rates(
         left = np.concatenate((np.asarray(batch.left, dtype=np.float64)[by_slot], np.sort(batch.coming)))
         left = np.maximum(left, 1.0)
         table = _by_size(costs, num_seqs, depths, batch.context)
-        times = finish_seconds(paces, left, table, survival.spread)
+        first, rest = finish_seconds(paces, left, table, survival.spread)
+        times = first + rest
         if batch.slots and not any(batch.available):  # the first round would only draft
             start = costs.seconds(Round(num_seqs, 0, True), batch.context)
-            times[1:] = start + finish_seconds(paces, np.maximum(left - 1.0, 1.0), table, survival.spread)[1:]
-        rates = left.sum() / times
+            later = finish_seconds(paces, np.maximum(left - 1.0, 1.0), table, survival.spread)
+            times[1:] = start + (later[0] + later[1])[1:]
+        # Only what comes before the first end differs. Beside all that follows it would look like nothing.
+        best = int(times.argmin())
+        rates = left.sum() / (times[best] + (times - times[best]) * times[best] / first[best])
     return dict(zip(depths, rates.tolist(), strict=True))
 
 
@@ -80,7 +84,9 @@ def _chosen(chances: FloatArray, rooms: Sequence[int]) -> FloatArray:
     return np.array([np.where(rank < room, chances, 0.0).sum(1) for room in rooms])
 
 
-def finish_seconds(paces: FloatArray, left: FloatArray, seconds: FloatArray, spread: float) -> FloatArray:
+def finish_seconds(
+    paces: FloatArray, left: FloatArray, seconds: FloatArray, spread: float
+) -> tuple[FloatArray, FloatArray]:
     """Seconds until all sequences are done, for each depth: it is kept until the first of them ends, and
     after that the best depth for those that remain.
 
@@ -91,7 +97,7 @@ def finish_seconds(paces: FloatArray, left: FloatArray, seconds: FloatArray, spr
         spread: standard deviation of the rounds that sequences take, as a share of their mean, with drafts.
 
     Returns:
-        [C].
+        [C] until the first ends, and [C] from there on.
     """
     num_depths, num_seqs = paces.shape
     paces = paces * left / (left + (paces - 1.0) / 2.0)  # what the last round has beyond the end is lost
@@ -105,7 +111,7 @@ def finish_seconds(paces: FloatArray, left: FloatArray, seconds: FloatArray, spr
     lasting = _steps(np.maximum(ends, 1.0))  # rounds of N, N - 1, ... 1 sequences
     found = lasting[:, 0] * seconds[:, -1]
     if num_seqs == 1:
-        return found
+        return found, np.zeros_like(found)
     # Those that remain, in the order of each depth: their mean pace at every depth.
     remaining = np.cumsum(paces[:, order][:, :, ::-1], axis=2)[:, :, ::-1] / np.arange(num_seqs, 0, -1)
     prices = seconds[:, None, ::-1] / remaining  # [C, C, N] seconds per token at a depth, after another
@@ -115,7 +121,7 @@ def finish_seconds(paces: FloatArray, left: FloatArray, seconds: FloatArray, spr
     prices = np.where(changes[:, :, None], prices * drawn_out, prices)
     each = np.arange(num_depths)
     rest = lasting * remaining[each, each] * prices.min(0)
-    return cast(FloatArray, found + rest[:, 1:].sum(1))
+    return found, cast(FloatArray, rest[:, 1:].sum(1))
 
 
 def _drawn_out(seconds: FloatArray, spread: float) -> FloatArray:
