@@ -29,17 +29,17 @@ def add_chains(step: PlannedStep, hedger: Hedger, spare_rows: int) -> None:
 
 def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) -> None:
     """Tell the planner what the step's decode spans committed, ends and limits left aside."""
-    decoded = [
-        (entry.span, result)
-        for entry, result in zip(step.entries, results, strict=True)
-        if entry.decodes and entry.sequence.tenancy == entry.tenancy and result.tokens
-    ]
+    slots, decoded = [], []
+    for entry, result in zip(step.entries, results, strict=True):
+        if result.tokens and entry.decodes and entry.sequence.tenancy == entry.tenancy:
+            slots.append(entry.span.slot)
+            decoded.append(result)
     planner.committed(
         step.decision,
-        [span.slot for span, _ in decoded],
-        [result.verified for _, result in decoded],
-        [len(result.tokens) - 1 - result.won for _, result in decoded],
-        [result.chains for _, result in decoded],
-        [result.won for _, result in decoded],
-        [result.predicted for _, result in decoded],
+        slots,
+        [result.verified for result in decoded],
+        [len(result.tokens) - 1 - result.won for result in decoded],
+        [result.chains for result in decoded],
+        [result.won for result in decoded],
+        [result.predicted for result in decoded],
     )

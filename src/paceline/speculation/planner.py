@@ -78,9 +78,8 @@ class _Trial:
 
 
 class _Seen(NamedTuple):
-    """What was last worked out of a batch: chances of its drafts [N, g], tokens by depth, the best depth."""
+    """What was last worked out of a batch: tokens by depth, the best depth."""
 
-    chances: NDArray[np.int64] | None
     now: list[float]
     depth: int
 
@@ -148,7 +147,7 @@ class Planner:
         self._settled_until = 0
         self._settle_after = 1
         self._situation: tuple[object, ...] = ()  # what ``_seen`` was worked out for
-        self._seen = _Seen(None, [], 0)
+        self._seen = _Seen([], 0)
         self._bank = 0.0  # seconds to spend on exploring
         self._drafted_for = 0  # depth to explore now that drafts are in place
         self._drafted = False  # whether drafts were ever verified
@@ -173,13 +172,12 @@ class Planner:
             return self.costs.seconds(Round(num_seqs, depth, propose), batch.context)
 
         choices = (0, *self.costs.counts(num_seqs))
-        drafts = sum(batch.available)
-        about = (max(batch.available), drafts, *batch.slots)
+        about = (num_seqs, max(batch.available), sum(batch.available), batch.row_limit)
         situation = (self._settled_for, self._settled_until, *about)
-        if situation != self._situation or drafts > batch.row_limit:  # else the last look still holds
+        if situation != self._situation:  # else the last look still holds
             self._situation = situation
             self._look(batch, choices, lambda k: rate * seconds(k, propose))
-        chances, now, depth = self._seen
+        now, depth = self._seen
         # What trials cost is told at the rate of this round, if that is more: a token of a sequence that ends
         # before others saves little, but is not free.
         worth = max(rate, now[depth] / seconds(depth, propose))
@@ -193,7 +191,7 @@ class Planner:
         self.rounds[chosen.depth, reason] += 1
         self.last = Decision(
             chosen.depth,
-            self._allot(chances, batch, chosen.depth),
+            self._allot(batch, chosen.depth),
             chosen.propose,
             reason,
             expected=now[chosen.depth] + gain,
@@ -207,16 +205,19 @@ class Planner:
     def _look(self, batch: Batch, choices: Sequence[int], price: Callable[[int], float]) -> None:
         """Work out what the round may commit, and the depth at which that is most beyond what it costs."""
         if any(batch.available):
-            chances = np.rint(self.survival.of(batch.slots, now=True) * UNIT).astype(np.int64)
             rooms = [
                 min(self.costs.room(len(batch.slots), depth), batch.row_limit)
                 for depth in range(self.costs.num_drafts + 1)
             ]
-            now = expected_tokens(chances, batch.available, rooms)
+            now = expected_tokens(self._chances(batch), batch.available, rooms)
         else:
-            chances, now = None, [float(len(batch.slots))] * (self.costs.num_drafts + 1)
+            now = [float(len(batch.slots))] * (self.costs.num_drafts + 1)
         reach = bisect_left(choices, max(batch.available))  # nobody has more drafts than this choice
-        self._seen = _Seen(chances, now, max(choices[: reach + 1], key=lambda k: now[k] - price(k)))
+        self._seen = _Seen(now, max(choices[: reach + 1], key=lambda k: now[k] - price(k)))
+
+    def _chances(self, batch: Batch) -> NDArray[np.int64]:
+        """That each draft and all before it stand, [N, g] in ``UNIT``."""
+        return np.rint(self.survival.of(batch.slots, now=True) * UNIT).astype(np.int64)
 
     def _trial(
         self,
@@ -354,18 +355,19 @@ class Planner:
                 self.expected_tokens,
             )
 
-    def _allot(self, chances: NDArray[np.int64] | None, batch: Batch, depth: int) -> dict[int, int] | None:
+    def _allot(self, batch: Batch, depth: int) -> dict[int, int] | None:
         """Most drafts of each sequence. Which of a sequence's drafts stand is best said by the drafter, on
         the device; where it does not know, by what stood before.
         """
-        if chances is None or not depth:
-            return None
         wanted, room = sum(batch.available), batch.row_limit
+        if not wanted or not depth:
+            return None
         if not self.survival.trusted:
             room = min(room, self.costs.room(len(batch.slots), depth))
         if wanted <= room:
             return None
-        return dict(zip(batch.slots, allot(chances, batch.slots, batch.available, room), strict=True))
+        each = allot(self._chances(batch), batch.slots, batch.available, room)
+        return dict(zip(batch.slots, each, strict=True))
 
     def committed(
         self,
