@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from paceline.engine.core import EngineCore
+from paceline.engine.messages import EngineRequest
+from paceline.proving.drive import runner_of
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.planner import Planner
@@ -109,3 +113,67 @@ def test_the_planner_itself_gives_the_same_tokens(lookahead: int, expected: list
 def test_off_plans_nothing() -> None:
     core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7")
     assert core.scheduler.planner is None
+
+
+class Steady(Planner):
+    """The same depth in every round, drafting again.
+
+    Args:
+        planner: whose place it takes.
+        depth: drafts of a sequence on average.
+    """
+
+    def __init__(self, planner: Planner, depth: int) -> None:
+        super().__init__(planner.costs, planner.survival)
+        self._steady = Decision(depth, None, True, "drafts pay")
+
+    def decide(self, batch: Batch) -> Decision:
+        return self._steady
+
+
+def steady_core(depth: int, options: dict[str, int]) -> EngineCore:
+    """A golden engine whose rounds have rows for ``depth`` drafts of each sequence."""
+    core = planned_core(0, options)
+    assert core.scheduler.planner is not None
+    core.scheduler.planner = Steady(core.scheduler.planner, depth)
+    return core
+
+
+def test_rows_that_drafts_will_not_have_are_left_to_prompts() -> None:
+    """Three sequences may verify all their drafts, but there are rows for less than half of them."""
+    core = steady_core(3, {"max_num_seqs": 4, "max_num_batched_tokens": 24})
+    greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    for name in "abc":
+        core.add(EngineRequest(request_id=name, prompt_token_ids=[5, 6, 7, ord(name)], params=greedy))
+    for _ in range(4):
+        core.step()
+    core.add(EngineRequest(request_id="new", prompt_token_ids=list(range(10, 46)), params=greedy))
+    first = [output.request_id for _ in range(4) for output in core.step()]
+    assert "new" in first, "36 rows in steps that have 12 to spare"
+
+
+def test_rows_are_counted_that_ran() -> None:
+    core = steady_core(3, {})
+    ran = 0
+
+    def count(_: object, operands: tuple[Tensor, ...]) -> None:
+        nonlocal ran
+        ran += len(operands[0])
+
+    runner_of(core).model.register_forward_pre_hook(count)
+    complete(core, PROMPTS, params())
+    assert core.stats().num_rows == ran
+
+
+def test_what_was_said_of_other_drafts_is_not_learnt() -> None:
+    """Rounds in which some have drafts in place and some have none: all that are there are verified."""
+    core = steady_core(7, {"max_num_seqs": 4})
+    learnt: list[tuple[int, list[float] | None]] = []
+
+    def committed(_decision: object, _slots: object, drafts: list[int], *results: list[Any]) -> None:
+        learnt.extend(zip(drafts, results[-1], strict=True))
+
+    core.scheduler.planner.committed = committed  # type: ignore[union-attr, method-assign]
+    complete(core, PROMPTS, params())
+    assert any(drafts and said for drafts, said in learnt)
+    assert not any(said for drafts, said in learnt if not drafts)

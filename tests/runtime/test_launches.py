@@ -92,7 +92,7 @@ def decode_round(core: EngineCore, num_drafts: int, kind: FixedKind) -> DecodeRo
     """A round of one sequence."""
     runner = runner_of(core)
     assert isinstance(runner.rounds, RoundSet)
-    return runner.rounds._make(RoundShape.even(1, num_drafts, num_drafts > 0, kind))
+    return runner.rounds._round(RoundShape.even(1, num_drafts, num_drafts > 0, kind))[0]
 
 
 @torch.inference_mode()

@@ -195,7 +195,6 @@ class EngineCore:
                 if entry.sequence.first_scheduled_s is None:
                     entry.sequence.first_scheduled_s = now
             self._stats.num_steps += 1
-            self._stats.num_rows += planned.plan.num_rows
             self._launched.append((planned, self._launch(planned), start))
         if not self._launched or (planned is not None and len(self._launched) <= self._lookahead):
             return []
@@ -203,6 +202,8 @@ class EngineCore:
         results = pending.result()
         start = time.perf_counter()
         progress = self.scheduler.commit(planned, results)
+        unverified = sum(span.drafts for span in planned.plan.spans) - sum(r.verified for r in results)
+        self._stats.num_rows += planned.plan.num_rows - unverified
         outputs = [self._output(item) for item in progress]
         now = time.perf_counter()
         self._stats.schedule_s += now - start

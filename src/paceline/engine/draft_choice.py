@@ -29,11 +29,13 @@ def add_chains(step: PlannedStep, hedger: Hedger, spare_rows: int) -> None:
 
 def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) -> None:
     """Tell the planner what the step's decode spans committed, ends and limits left aside."""
-    slots, decoded = [], []
+    slots, decoded, predicted = [], [], []
     for entry, result in zip(step.entries, results, strict=True):
         if result.tokens and entry.decodes and entry.sequence.tenancy == entry.tenancy:
             slots.append(entry.span.slot)
             decoded.append(result)
+            # Where no drafts were in place it is what was said of others, maybe another's.
+            predicted.append(result.predicted if entry.span.drafts else None)
     planner.committed(
         step.decision,
         slots,
@@ -41,5 +43,5 @@ def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) ->
         [len(result.tokens) - 1 - result.won for result in decoded],
         [result.chains for result in decoded],
         [result.won for result in decoded],
-        [result.predicted for result in decoded],
+        predicted,
     )

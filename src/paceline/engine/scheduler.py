@@ -161,6 +161,7 @@ class Scheduler:
             step.plan.depth = step.decision.depth
         preempted = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
+        room = self._room(decoding, step.decision)  # whose drafts get these rows is for the device to say
         for sequence in (*decoding, *prefilling):
             unserved = max(unserved - 1, 0)
             if sequence.status is not Status.RUNNING:
@@ -176,7 +177,9 @@ class Scheduler:
                     break
             if granted:
                 self._append(step, sequence, span)
-                budget -= span.rows
+                drafts = min(span.drafts, room)
+                room -= drafts
+                budget -= span.rows - span.drafts + drafts
         self._queued = preempted or self._admit(step, budget)
         if not step.entries:
             return None
@@ -231,6 +234,13 @@ class Scheduler:
         places = hedger.places(self.max_num_batched_tokens - width * len(decoding))
         return {"hedged": min(wanting, places), "chains": hedger.chains}
 
+    def _room(self, decoding: Iterable[Sequence], decision: Decision) -> int:
+        """Most drafts a step has rows for beside the budget's: where none are chosen among, all."""
+        if self.planner is None:
+            return self.max_num_batched_tokens
+        num_seqs = sum(s.rows_wanted > 0 for s in decoding)
+        return self.planner.costs.room(num_seqs, decision.depth) if num_seqs else 0
+
     def _drafts_in_place(self, sequence: Sequence) -> int:
         """Drafts a decoding sequence could have verified now."""
         room = self.max_model_len - sequence.scheduled
@@ -280,9 +290,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, step: PlannedStep) -> int:
         """Take everything from ``victim`` and queue it again. Returns the rows it had in the plan being
-        made.
+        made, its drafts' left aside: others' may get those.
         """
-        rows = sum(entry.span.rows for entry in step.entries if entry.sequence is victim)
+        rows = sum(entry.span.rows - entry.span.drafts for entry in step.entries if entry.sequence is victim)
         if rows:
             slot = victim.slot
             step.entries = [entry for entry in step.entries if entry.sequence is not victim]

@@ -234,7 +234,8 @@ class RoundSet:
             choosy_from = MEMORY_BOUND_ROWS // (self._num_drafts + 1) + 1 if self.captured else 2
             made = self._make(shape, choosy_from=choosy_from)
             found = made, made if self.where is None else Captured(made, self.where)
-            self._rounds[shape] = found
+            if self.captured or not shape.packed:  # else there are as many as numbers of rows
+                self._rounds[shape] = found
             if shape in self.missing:
                 self.missing.remove(shape)
         return found

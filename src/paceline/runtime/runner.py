@@ -200,6 +200,7 @@ class Runner:
                 raise
             except Exception:
                 self._log_failed_round()
+                spans = _shortened(spans, plan.depth)
             else:
                 return self._round_results(spans, output, chains)
         try:
