@@ -17,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,7 @@ class Even(Planner):
         """See :meth:`Planner.decide`."""
         decision = super().decide(batch)
         drafts = {slot: min(decision.depth, n) for slot, n in zip(batch.slots, batch.available, strict=True)}
-        return Decision(
-            decision.depth,
-            drafts,
-            decision.propose,
-            decision.reason,
-            decision.expected,
-            decision.baseline,
-            decision.worth,
-            decision.context,
-        )
+        return replace(decision, drafts=drafts)
 
 
 def engine(folder: str, size: int) -> EngineConfig:

@@ -280,7 +280,7 @@ def test_a_debug_line_tells_of_every_round(caplog: pytest.LogCaptureFixture) -> 
         World().run(8, 3.5, 20)
     lines = [record.message for record in caplog.records if "a round of" in record.message]
     assert len(lines) == 20
-    told = r"8 sequences verified up to \d drafts \((drafts pay|exploring)\), [\d.]+ tokens expected, \d+ "
+    told = r"8 sequences had rows for \d drafts each \((drafts pay|exploring)\), [\d.]+ tokens expected, \d+ "
     assert all(re.search(told, line) for line in lines[3:])
 
 

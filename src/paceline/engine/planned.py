@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from paceline.engine.sequence import Sequence
@@ -52,9 +51,10 @@ class PlannedStep:
         spans, depth = self.plan.spans, self.plan.depth
         if not all(entry.decodes for entry in self.entries):
             return None
+        drafts = max(span.drafts for span in spans)
         return Round(
             len(spans),
-            min(max(span.drafts for span in spans), sys.maxsize if depth is None else depth),
+            drafts if depth is None else min(drafts, depth),
             any(span.propose for span in spans),
             max(span.chains for span in spans),
         )

@@ -148,7 +148,7 @@ class Scheduler:
     def plan(self) -> PlannedStep | None:
         """The next step, or None when nothing can run (all waits on steps in flight, or no work)."""
         step = PlannedStep(StepPlan(self._step), [])
-        budget = self.max_num_batched_tokens
+        budget = room = self.max_num_batched_tokens  # rows, and rows for drafts
         self._running.sort(key=_order)
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -157,11 +157,13 @@ class Scheduler:
         if self.planner is not None:
             self._vacancies.step(self._started, self._ended, len(self._running))
             self._started = self._ended = 0
-            step.decision = self.planner.decide(self._batch(decoding, prefilling))
+            batch = self._batch(decoding, prefilling)
+            step.decision = self.planner.decide(batch)
             step.plan.depth = step.decision.depth
+            # More drafts may be in place: whose get these rows is for the device to say.
+            room = self.planner.costs.room(len(batch.slots), step.decision.depth)
         preempted = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
-        room = self._room(decoding, step.decision)  # whose drafts get these rows is for the device to say
         for sequence in (*decoding, *prefilling):
             unserved = max(unserved - 1, 0)
             if sequence.status is not Status.RUNNING:
@@ -233,13 +235,6 @@ class Scheduler:
         wanting = sum(s.can_draft and hedger.eligible(s.tokens_left) for s in decoding)
         places = hedger.places(self.max_num_batched_tokens - width * len(decoding))
         return {"hedged": min(wanting, places), "chains": hedger.chains}
-
-    def _room(self, decoding: Iterable[Sequence], decision: Decision) -> int:
-        """Most drafts a step has rows for beside the budget's: where none are chosen among, all."""
-        if self.planner is None:
-            return self.max_num_batched_tokens
-        num_seqs = sum(s.rows_wanted > 0 for s in decoding)
-        return self.planner.costs.room(num_seqs, decision.depth) if num_seqs else 0
 
     def _drafts_in_place(self, sequence: Sequence) -> int:
         """Drafts a decoding sequence could have verified now."""

@@ -16,18 +16,19 @@ class Verified(NamedTuple):
 
     Attributes:
         sampled: [N, K + 1] int32, each row's draw.
-        drafts: [N] int32, how many drafts were verified; -1 where there is no sequence.
-        accepted: [N] int32, how many of them stand.
+        accepted: [N] int32, how many drafts stand.
         logprobs: of the rows, where the kind of sampling brings them.
+        drafts: [N] int32, how many drafts were verified, where that was chosen on the device; None where all
+            there are.
         won: [N] int32, how many of those that stand are a hedge chain's; None where there are no chains.
         predicted: [N, g] fp32, how likely the drafter held its drafts and all before each to stand; None
             where it does not say.
     """
 
     sampled: Tensor
-    drafts: Tensor
     accepted: Tensor
     logprobs: LogprobTensors | None
+    drafts: Tensor | None = None
     won: Tensor | None = None
     predicted: Tensor | None = None
 

@@ -175,6 +175,7 @@ class _Parts:
             draft_window=None if speculation is None else speculation.draft_window,
             captures=_allocate_captures(memory.captures, drafter, engine.block_size),
             synthetic_rate=self.synthetic_rate,
+            predict=speculation is not None and speculation.verify_planner != "off",
             rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
             hedging=self.hedging,
         )

@@ -60,12 +60,13 @@ class DraftStage:
         synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
         few_rows: runs the drafter's pass where it fits; None never.
         hedge_positions: drafts that hedge chains may replace, ascending.
+        predict: whether anyone asks how likely drafts are to stand.
 
     Attributes:
         capture_rows: the store of tap rows.
         hedges: [S + 1, positions, num_drafts] int32, the hedge chains of each slot beside its drafts, as far
             as they were made with them.
-        predicts: whether the drafter says how likely its drafts are to stand.
+        predicts: whether the drafter has a confidence head, and is asked.
         chances: [S + 1, g] fp32, by slot, what it last said: that each draft and all before it stand; 1 where
             it said nothing so far.
         failure: what went wrong last, in words; None for nothing so far.
@@ -83,6 +84,7 @@ class DraftStage:
         synthetic_rate: float | None = None,
         few_rows: FewRows | None = None,
         hedge_positions: Sequence[int] = (),
+        predict: bool = True,
     ) -> None:
         self.failure: str | None = None
         self._log_failure = FailureLog(logger, "Drafting failed; its drafts are lost.")
@@ -97,7 +99,7 @@ class DraftStage:
         self.capture_rows = captures
         shape = (state.spare + 1, len(hedge_positions), num_drafts)
         self.hedges = torch.zeros(shape, dtype=torch.int32, device=state.device)
-        self.predicts = drafter.confidence_head is not None
+        self.predicts = predict and drafter.confidence_head is not None
         self.chances = torch.ones(shape[0], num_drafts, device=state.device)
         self._state = state
         self._width = drafter.config.block_size

@@ -133,7 +133,6 @@ class HedgedVerify:
         self._drafting.write_context(tapped[source], layout)
         return Verified(
             torch.cat((drawn.tokens, redrawn.tokens))[source].view_as(sampled),
-            drafts,
             accepted,
             _picked(drawn.logprobs, redrawn.logprobs, source),
             won=accepted - alone,

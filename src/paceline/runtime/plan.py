@@ -162,7 +162,7 @@ class SpanResult:
     verified: int = 0
     """Drafts that were verified: those of the span, or fewer where a plan has rows for some only."""
     predicted: list[float] | None = None
-    """How likely the drafter held each of its drafts to stand if all before it did, the unverified ones
+    """How likely the drafter held each of its drafts and all before it to stand, the unverified ones
     included; None where it does not say.
     """
     chains: int = 0

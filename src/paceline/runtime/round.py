@@ -144,7 +144,7 @@ class DecodeRound:
             output = self._verify(slots, drafts, layout, tokens, row_slots)
         else:
             output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
-        if drafting is not None and drafting.predicts and self._predict:
+        if drafting is not None and drafting.predicts and self._predict and self.shape.num_drafts:
             output = output._replace(predicted=drafting.chances[slots])
         ops.advance(slots, drafts, output.sampled, output.accepted, state.num_computed, state.tokens)
         if self.shape.propose and drafting is not None:
@@ -174,7 +174,7 @@ class DecodeRound:
         if drafting is not None:
             anchors = state.num_computed[slots] if self.shape.packed else layout.positions[:: self._width]
             accepted = drafting.override(accepted, slots, anchors, drafts)
-        return Verified(sampled, drafts, accepted, drawn.logprobs)
+        return Verified(sampled, accepted, drawn.logprobs, drafts if self.shape.packed else None)
 
     def _by_span(self, values: Tensor, layout: RowLayout, drafts: Tensor) -> Tensor:
         """Values of rows [R] as [N, K + 1]; beyond a span's own rows the last of them is repeated."""

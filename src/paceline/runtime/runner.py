@@ -42,7 +42,8 @@ PROMPT_LOGPROB_ROWS = 128
 class _Copies:
     """A step's results on their way to the host."""
 
-    drawn: tuple[Tensor, ...] | None  # sampled [N, K + 1], drafts verified [N] and accepted [N], int32
+    drawn: tuple[Tensor, Tensor] | None  # sampled [N, K + 1] int32, accepted [N] int32
+    verified: Tensor | None  # [N] int32; all drafts of each span where it is not asked
     won: Tensor | None  # [N] int32
     predicted: Tensor | None  # [N, g] fp32
     logprobs: LogprobTensors | None  # of the sampled rows that asked
@@ -67,6 +68,7 @@ class Runner:
         draft_window: last tokens the drafter attends to; None for all.
         captures: where tap rows are captured, [capture slots, P, n * d]; None for paged draft state.
         synthetic_rate: accept each draft with this chance instead of by the rule; None for the rule.
+        predict: whether anyone asks how likely drafts are to stand: a planner that has rows for some only.
         rounds: whether spans that are simple enough run as fixed-shape rounds, and those as CUDA graphs. The
             target's last block is then scratch and must not be in the pool; so is the drafter's last, or with
             ``captures`` its first.
@@ -90,6 +92,7 @@ class Runner:
         draft_window: int | None = None,
         captures: Tensor | None = None,
         synthetic_rate: float | None = None,
+        predict: bool = True,
         rounds: Literal["none", "eager", "captured"] = "none",
         hedging: HedgeLimits | None = None,
     ) -> None:
@@ -117,6 +120,7 @@ class Runner:
                 synthetic_rate=synthetic_rate,
                 few_rows=self.few_rows,
                 hedge_positions=() if hedging is None else hedging.positions,
+                predict=predict,
             )
         self.device = device
         self._staging = Staging(16384, device)
@@ -160,7 +164,7 @@ class Runner:
         parts = [Part(list(range(len(plan.spans))), None)]
         if self.rounds is not None and not by_rows:
             kinds = [self.rounds.kind(span) for span in plan.spans]
-            rows = [span.rows for span in plan.spans]
+            rows = [span.rows - _excess(span, plan.depth) for span in plan.spans]
             parts = divide(rows, kinds) if self.rounds.captured else divide_exactly(kinds)
         pending: list[PendingStep] = []
         for part in parts:
@@ -240,9 +244,10 @@ class Runner:
         logprobs = None
         if output.logprobs is not None and any(self.state.sampling.reports(span.slot) for span in spans):
             logprobs = _reported(output.logprobs, spans, width, self.state.sampling)
-        drawn = output.sampled[:count], output.drafts[:count].clone(), output.accepted[:count]
-        won, predicted = (None if x is None else x[:count] for x in (output.won, output.predicted))
-        copies = self._to_host(drawn, logprobs, [[] for _ in spans], won, predicted)
+        drawn = output.sampled[:count], output.accepted[:count]
+        more = output.drafts, output.won, output.predicted
+        verified, won, predicted = (None if x is None else x[:count] for x in more)
+        copies = self._to_host(drawn, logprobs, [[] for _ in spans], verified, won, predicted)
         return _Pending(spans, list(range(count)), copies, chains)
 
     def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
@@ -260,16 +265,15 @@ class Runner:
         slots = [spans[i].slot for i in rows.host_sampled for _ in range(spans[i].drafts + 1)]
         sample_rows = SampleRows(rows.sample_slots, rows.sample_positions, state.tokens, max_context)
         output = sample(logits, sample_rows, state.sampling, state.sampling.features(slots))
-        sampled, accepted = self._accept(rows, output.tokens)
+        drawn = self._accept(rows, output.tokens)
         predicted = None
-        if drafting is not None and drafting.predicts:
+        if drafting is not None and drafting.predicts and rows.max_drafts:
             predicted = drafting.chances[rows.sample_slots[rows.first_sample]]
-        self._advance(rows, tapped, (sampled, accepted))
+        self._advance(rows, tapped, drawn)
         if drafting is not None and rows.host_proposing:
             slots_at_random = state.sampling.any_random(rows.host_proposing)
             drafting.propose(rows.proposing, len(rows.host_proposing), max_context, noise=slots_at_random)
-        drawn = sampled, rows.num_drafts, accepted
-        copies = self._to_host(drawn, output.logprobs, prompt, None, predicted)
+        copies = self._to_host(drawn, output.logprobs, prompt, predicted=predicted)
         return _Pending(spans, rows.host_sampled, copies)
 
     def _forward(self, rows: StepRows) -> ForwardOutput:
@@ -340,16 +344,18 @@ class Runner:
 
     def _to_host(
         self,
-        drawn: tuple[Tensor, Tensor, Tensor] | None,
+        drawn: tuple[Tensor, Tensor] | None,
         logprobs: LogprobTensors | None,
         prompt: list[list[LogprobTensors]],
+        verified: Tensor | None = None,
         won: Tensor | None = None,
         predicted: Tensor | None = None,
     ) -> _Copies:
         """Start copying a step's results to the host. Its tokens stand already."""
         try:
             copies = _Copies(
-                drawn=None if drawn is None else tuple(map(to_host, drawn)),
+                drawn=None if drawn is None else (to_host(drawn[0]), to_host(drawn[1])),
+                verified=None if verified is None else to_host(verified),
                 won=None if won is None else to_host(won),
                 predicted=None if predicted is None else to_host(predicted),
                 logprobs=None if logprobs is None else _logprobs_to_host(logprobs),
@@ -381,11 +387,15 @@ class _Merged:
 
 def _shortened(spans: Sequence[Span], depth: int | None) -> list[Span]:
     """The same with at most ``depth`` drafts each."""
-    cuts = [0 if depth is None else max(0, span.drafts - depth) for span in spans]
     return [
         replace(span, rows=span.rows - cut, drafts=span.drafts - cut) if cut else span
-        for span, cut in zip(spans, cuts, strict=True)
+        for span, cut in ((span, _excess(span, depth)) for span in spans)
     ]
+
+
+def _excess(span: Span, depth: int | None) -> int:
+    """Drafts of a span beyond ``depth``."""
+    return 0 if depth is None else max(0, span.drafts - depth)
 
 
 def _reported(
@@ -444,10 +454,12 @@ class _Pending:
                 ]
             results.append(result)
         if copies.drawn is not None:
-            for i, tokens, drafts, count in zip(
-                self._host_sampled, *(part.tolist() for part in copies.drawn), strict=True
-            ):
-                results[i].tokens, results[i].verified = tokens[: count + 1], drafts
+            sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
+            for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
+                results[i].tokens, results[i].verified = tokens[: count + 1], self._spans[i].drafts
+            if copies.verified is not None:
+                for i, drafts in zip(self._host_sampled, copies.verified.tolist(), strict=True):
+                    results[i].verified = drafts
             if copies.predicted is not None:
                 for i, chances in zip(self._host_sampled, copies.predicted.tolist(), strict=True):
                     results[i].predicted = chances

@@ -396,7 +396,7 @@ class Planner:
             self.odds.observe(accepted, drafts, chains, won)
         tokens = sum(accepted) + sum(won) + len(slots)
         logger.debug(
-            "Verify planner: a round of %d sequences verified up to %d drafts (%s), %.1f tokens expected, "
+            "Verify planner: a round of %d sequences had rows for %d drafts each (%s), %.1f tokens expected, "
             "%d came",
             len(slots),
             decision.depth,

@@ -37,9 +37,8 @@ class Vacancies:
         """One step.
 
         Args:
-            started: sequences that began in it.
-            ended: those that have ended since the last one.
-            running: others that run.
+            started, ended: sequences, since the last one.
+            running: those that run now.
         """
         self._step += 1
         if not running:  # the device was empty: nobody came in time
