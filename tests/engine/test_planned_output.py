@@ -177,3 +177,44 @@ def test_what_was_said_of_other_drafts_is_not_learnt() -> None:
     complete(core, PROMPTS, params())
     assert any(drafts and said for drafts, said in learnt)
     assert not any(said for drafts, said in learnt if not drafts)
+
+
+def test_the_planner_is_told_of_steady_traffic() -> None:
+    """One request comes whenever one ends; then a batch runs empty."""
+    core = planned_core(1, {"max_num_seqs": 8})
+    planner = core.scheduler.planner
+    assert planner is not None
+    decide, seen = planner.decide, list[bool]()
+
+    def watched(batch: Batch) -> Decision:
+        seen.append(batch.refilled)
+        return decide(batch)
+
+    planner.decide = watched  # type: ignore[method-assign]
+    scheduler = core.scheduler
+    for count in range(48):
+        params = SamplingParams(temperature=0.0, max_tokens=4 + count % 7, ignore_eos=True)
+        prompt = PROMPTS[count % len(PROMPTS)]
+        core.add(EngineRequest(request_id=str(count), prompt_token_ids=prompt, params=params))
+        while scheduler.num_running + scheduler.num_waiting >= 4:
+            core.step()
+    assert not seen[0] and seen[-1]
+    while core.has_work:
+        core.step()
+    for _ in range(16):
+        complete(core, PROMPTS[:4], params_of(4))
+    assert not seen[-1]
+
+
+def params_of(count: int) -> list[SamplingParams]:
+    """Greedy requests of different lengths."""
+    return [SamplingParams(temperature=0.0, max_tokens=8 + 2 * i, ignore_eos=True) for i in range(count)]
+
+
+@pytest.mark.parametrize("planner", ("auto", "off"))
+def test_a_drafter_is_asked_for_its_word_where_somebody_listens(planner: str) -> None:
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", speculative_config={"verify_planner": planner})
+    stage = runner_of(core).drafting
+    assert stage is not None and stage.predicts == (planner == "auto")
+    complete(core, PROMPTS, params())
+    assert bool((stage.chances == 1.0).all()) == (planner == "off")

@@ -428,6 +428,7 @@ def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
     def counted(spans: Any, kind: Any, depth: Any) -> Any:
         nonlocal packed, uneven
         output, chains = run(spans, kind, depth)
+        assert kind != "full" or all(span.drafts <= depth for span in spans), "cut short, all alike"
         if output.drafts is not None:
             drafts = output.drafts[: len(spans)].tolist()
             packed += sum(drafts) < sum(span.drafts for span in spans)
@@ -444,3 +445,4 @@ def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
     speculation = core.scheduler.speculation
     assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
     assert shallow.survival.slope > 0, "the drafter was taught what it says"
+    assert runner.num_draft_failures == 0

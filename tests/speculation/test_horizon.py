@@ -160,6 +160,18 @@ def test_four_that_stayed_plain_on_an_h200() -> None:
     assert rates[7] > 1.05 * rates[0]
 
 
+def test_only_the_time_until_the_first_end_is_compared() -> None:
+    """Drafting pays half as much as it costs, for all that are left; of these one ends at once, and what then
+    follows is the same either way.
+    """
+    survival = Survival(4, 2)
+    for _ in range(300):
+        survival.observe([0, 1, 2, 3], [2] * 4, [0] * 4)
+    batch = Batch([0, 1, 2, 3], [2] * 4, [True] * 4, 0.0, 10**6, left=[2, 400, 400, 400], refilled=False)
+    rates = long_run_rates(batch, (0, 2), costs(), survival)
+    assert rates[0] > 1.5 * rates[2], "not one per cent more, as beside all that follows"
+
+
 def test_what_was_learnt_of_spread_grows_old_while_nobody_drafts() -> None:
     survival = Survival(2, 3)
     for _ in range(20):

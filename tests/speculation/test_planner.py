@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.speculation.costs import Measured, Round, RoundCosts, fewer_drafts
 from paceline.speculation.decision import Batch
+from paceline.speculation.horizon import long_run_rates
 from paceline.speculation.planner import UNIT, Planner, allot, expected_tokens
 from paceline.speculation.survival import Survival
 from support.round_world import CONTEXT, NUM_DRAFTS, TIERS, World
@@ -188,6 +189,16 @@ def test_a_block_that_is_thought_well_of_stands_further_now_than_on_average() ->
     assert (good > survival.of([0])[0]).all() and (bad < survival.of([1])[0]).all()
     survival.reset(0)
     assert survival.of([0], now=True)[0] == pytest.approx(survival.overall()), "nobody's block"
+
+
+def test_rows_for_the_likeliest_are_expected_to_bring_more() -> None:
+    survival = taught(1.0)
+    rounds = [Round(8, 0, False), Round(8, 0, True), Round(8, 2, True), Round(8, 4, True)]
+    costs = RoundCosts([Measured(round_, 64, 0.01) for round_ in rounds], 4)
+    batch = Batch(list(range(8)), [4] * 8, [True] * 8, 64.0, 10**6)
+    tokens = 0.01 * long_run_rates(batch, (0, 2, 4), costs, survival)[2] / 8
+    even = 1.0 + float(survival.of(list(range(8)))[:, :2].sum()) / 8
+    assert 1.02 * even < tokens < 3.0
 
 
 # ---------------------------------------------------------------------- the choice
