@@ -44,6 +44,7 @@ class Round:
 
     Attributes:
         slots, drafts: [N] int32; drafts of each span, -1 for no sequence.
+        leads: [N] int32, rows before each anchor.
         num_computed: [N + 1] int32, by slot.
         tokens, tables: [N + 1, L] and [N + 1, M] int32, by slot.
     """
@@ -54,6 +55,7 @@ class Round:
         self.drafts = world.ids(WIDTH, count)
         if count > 1:
             self.slots[-1], self.drafts[-1] = count, -1
+        self.leads = torch.zeros_like(self.drafts)
         self.num_computed = world.ids(MAX_LEN - 4 * WIDTH, count + 1)
         self.tokens = world.ids(world.vocab, count + 1, MAX_LEN)
         num_blocks = MAX_LEN // BLOCK_SIZE
@@ -89,13 +91,13 @@ def span_rows(scene: Round) -> Case:
 def allot_drafts(scene: Round) -> Case:
     """Rows for half of the drafts."""
     chances = torch.rand(scene.count + 1, WIDTH - 1, device=scene.slots.device).cumprod(1)
-    operands = (scene.slots, scene.drafts, chances, scene.count * (WIDTH + 1) // 2)
+    operands = (scene.slots, scene.drafts, scene.leads, chances, scene.count * (WIDTH + 1) // 2)
     return pure(ops.allot_drafts, reference.allot_drafts, operands, scene.count * (8 + 4 * (WIDTH - 1)))
 
 
 def packed_rows(scene: Round) -> Case:
     """Rows of verify spans side by side, with some behind them that are nobody's."""
-    operands = (scene.slots, scene.drafts, scene.num_computed, scene.tokens, scene.tables)
+    operands = (scene.slots, scene.drafts, scene.leads, scene.num_computed, scene.tokens, scene.tables)
     sizes = (scene.count * WIDTH, BLOCK_SIZE, scene.count, MAX_LEN - 1, scene.scratch)
     return pure(ops.packed_rows, reference.packed_rows, (*operands, *sizes), scene.count * (12 + 8 * WIDTH))
 

@@ -1,12 +1,13 @@
 """A trained pair under steady traffic: plain decoding, every draft verified, and the verify planner.
 
-    python benchmarks/steady.py --json FILE [--sizes 32,64,128] [--limit-s 120]
+    python benchmarks/steady.py --json FILE [--sizes 32,64,128] [--modes plain,planned] [--limit-s 120]
 
 As many requests are open as there are sequences, a new one whenever one ends, and their ends are spread over
 time. Texts are continuations of the bundled prompts, so drafts stand or fall as the drafter has learnt, and
 not alike in all sequences. Modes take turns on one engine; each has some seconds before it is timed, in which
 a planner forgets what stood before. ``even`` is the planner with as many rows for each sequence as for every
-other, to see what it brings to give rows to the likeliest drafts. On a GPU with the bundled pair inflated to
+other, to see what it brings to give rows to the likeliest drafts. ``plain beside`` and ``planned beside`` run
+prompts beside rounds, never in them, to see what it brings to join them. On a GPU with the bundled pair inflated to
 Qwen3-4B's geometry, on a CPU with the pair as it is.
 """
 
@@ -28,6 +29,7 @@ from paceline.bench.inflate import inflate_pair
 from paceline.bench.machine import describe_engine, describe_machine
 from paceline.bench.traffic import NeverDraft, SteadyTraffic
 from paceline.config import EngineConfig
+from paceline.proving.drive import runner_of
 from paceline.proving.prompts import read_prompts
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.decision import Batch, Decision
@@ -35,6 +37,7 @@ from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
 from paceline.text.tokenizer import Tokenizer
 
+MODES = ("plain", "plain beside", "every draft", "even", "planned", "planned beside")
 OUTPUT_LEN = 200
 WINDOW_S, WARM_WINDOWS, WINDOWS = 0.75, 2, 3
 SHIFTS = 12
@@ -71,7 +74,13 @@ def measure(driver: Driver, mode: str, size: int, temperature: float) -> dict[st
     assert known is not None
     survival = Survival(core.info.max_num_seqs, driver.num_drafts)
     kinds = {"plain": NeverDraft, "planned": Planner, "even": Even}
-    scheduler.planner = None if mode == "every draft" else kinds[mode](known.costs, survival)
+    kind, _, beside = mode.partition(" ")
+    scheduler.planner = None if kind == "every" else kinds[kind](known.costs, survival)
+    rounds = runner_of(core).rounds
+    assert rounds is not None
+    joins = rounds.with_prompts
+    if beside == "beside":
+        rounds.with_prompts = lambda spans, kinds, depth: kinds  # type: ignore[method-assign]
     tokenizer = Tokenizer.from_folder(Path(core.info.folder))
     texts = [tokenizer.encode(text) for text in read_prompts(None)]
     prompts = [text[shift:] for shift in range(SHIFTS) for text in texts if len(text) > shift + 2]
@@ -95,7 +104,7 @@ def measure(driver: Driver, mode: str, size: int, temperature: float) -> dict[st
         "confidence_slope": survival.slope,
     }
     traffic.drain()
-    scheduler.planner = known
+    scheduler.planner, rounds.with_prompts = known, joins  # type: ignore[method-assign]
     return row
 
 
@@ -106,9 +115,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sizes", help="sequences, with commas between; 64,128 on a GPU, 16 on a CPU")
+    parser.add_argument("--modes", default=",".join(MODES), help="those of all, with commas between")
     parser.add_argument("--limit-s", type=float, default=300.0, help="begin nothing further after this")
     args = parser.parse_args()
     started = time.perf_counter()
+    modes = args.modes.split(",")
+    if not set(modes) <= set(MODES):
+        parser.error(f"--modes must be among {', '.join(MODES)}")
     on_gpu = torch.cuda.is_available()
     sizes = [int(size) for size in (args.sizes or ("64,128" if on_gpu else "16")).split(",")]
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +133,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for temperature in (0.0, 1.0):
             for size in sizes:
-                for mode in ("plain", "every draft", "even", "planned"):
+                for mode in modes:
                     if time.perf_counter() - started < args.limit_s:
                         rows.append(measure(driver, mode, size, temperature))
                         print({k: v for k, v in rows[-1].items() if k != "windows"}, flush=True)

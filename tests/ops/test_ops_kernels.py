@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -332,15 +333,15 @@ def test_rows_go_to_the_likeliest_drafts(kernels: Any, num_seqs: int, num_drafts
     limits = torch.randint(-1, num_drafts + 1, (num_seqs,), dtype=torch.int32, device=DEVICE)
     chances = (torch.rand(140, num_drafts, device=DEVICE) * 8).round().div(8).cumprod(1)  # many are equal
     chances[slots[0].long()] = 1.0
-    present, wanted = int((limits >= 0).sum()), int(limits.clamp(min=0).sum())
+    leads = torch.where(limits == 0, torch.randint(0, 9, (num_seqs,), device=DEVICE), 0).int()
+    given, wanted = int((leads + 1)[limits >= 0].sum()), int(limits.clamp(min=0).sum())
     order = torch.randperm(num_seqs, device=DEVICE)
-    for num_rows in {present, present + 1, present + wanted // 2, present + wanted, 4000}:
-        drafts = kernels.allot_drafts(slots, limits, chances, num_rows)
-        assert torch.equal(drafts, reference.allot_drafts(slots, limits, chances, num_rows))
-        assert torch.equal(
-            drafts[order], kernels.allot_drafts(slots[order], limits[order], chances, num_rows)
-        )
-        assert int(drafts.clamp(min=0).sum()) == min(wanted, num_rows - present)
+    for num_rows in {given, given + 1, given + wanted // 2, given + wanted, 4000}:
+        drafts = kernels.allot_drafts(slots, limits, leads, chances, num_rows)
+        assert torch.equal(drafts, reference.allot_drafts(slots, limits, leads, chances, num_rows))
+        shuffled = slots[order], limits[order], leads[order]
+        assert torch.equal(drafts[order], kernels.allot_drafts(*shuffled, chances, num_rows))
+        assert int(drafts.clamp(min=0).sum()) == min(wanted, num_rows - given)
         taken = torch.arange(num_drafts, device=DEVICE) < drafts[:, None]
         left = (torch.arange(num_drafts, device=DEVICE) < limits[:, None]) & ~taken
         least = torch.where(taken, chances[slots.long()], 1.0).min()
@@ -351,17 +352,21 @@ def test_rows_go_to_the_likeliest_drafts(kernels: Any, num_seqs: int, num_drafts
 def test_rows_of_packed_spans(kernels: Any, num_seqs: int, width: int, spare_rows: int) -> None:
     slots = torch.randperm(80, device=DEVICE)[:num_seqs].to(torch.int32)
     drafts = torch.randint(-1, width, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    leads = torch.where(drafts == 0, torch.randint(0, 9, (num_seqs,), device=DEVICE), 0).int()
+    leads[drafts < 0] = 5  # nobody's, and not to be looked at
     computed = torch.randint(0, 200, (81,), dtype=torch.int32, device=DEVICE)
     tokens = torch.randint(0, 1000, (81, 220), dtype=torch.int32, device=DEVICE)
     tables = torch.randint(0, 2**31 - 1, (81, 14), dtype=torch.int32, device=DEVICE)
-    num_rows = int((drafts + 1).sum()) + spare_rows + (not (drafts + 1).any())
-    operands = (slots, drafts, computed, tokens, tables, num_rows, 16, 80, 197, 5 * 16)
+    last = torch.where(drafts < 0, -1, drafts + leads)  # each span's last row
+    num_rows = int((last + 1).sum()) + spare_rows + (not (last + 1).any())
+    operands = (slots, drafts, leads, computed, tokens, tables, num_rows, 16, 80, 197, 5 * 16)
     packed = kernels.packed_rows(*operands)
     for got, want in zip(packed, reference.packed_rows(*operands), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
     # the same rows as in spans of one length
-    whole = reference.span_rows(slots, drafts, computed, tokens, tables, width, 16, 197, 5 * 16)
-    there = (torch.arange(width, device=DEVICE) <= drafts[:, None]).view(-1)
+    most = width + 8
+    whole = reference.span_rows(slots, last, computed, tokens, tables, most, 16, 197, 5 * 16)
+    there = (torch.arange(most, device=DEVICE) <= last[:, None]).view(-1)
     for got, want in zip(packed[2:], whole, strict=True):
         assert torch.equal(got[: int(there.sum())], want[there])
 
@@ -384,6 +389,18 @@ def test_rows_of_spans(kernels: Any, num_seqs: int, width: int) -> None:
     kernels.advance(slots, drafts, sampled, accepted, *moved)
     reference.advance(slots[there], drafts[there], sampled[there], accepted[there], *wanted)
     for got, want in zip(moved, wanted, strict=True):
+        assert torch.equal(got, want)
+
+    leads = torch.randint(0, 3, (num_seqs,), dtype=torch.int32, device=DEVICE)
+    ahead, led = (computed.clone(), tokens.clone()), (computed.clone(), tokens.clone())
+    ahead[0][slots[there].long()] += leads[there]
+    kernels.advance(slots, drafts, sampled, accepted, *led, leads)
+    kernels.advance(slots, drafts, sampled, accepted, *ahead)
+    for got, want in zip(led, ahead, strict=True):
+        assert torch.equal(got, want)
+    led = computed.clone(), tokens.clone()
+    reference.advance(slots[there], drafts[there], sampled[there], accepted[there], *led, leads[there])
+    for got, want in zip(led, ahead, strict=True):
         assert torch.equal(got, want)
 
 
@@ -582,6 +599,20 @@ def test_attention_of_prompts_that_begin(
     own[first_row + 70 : first_row + 134, -num_kv_heads:] = torch.nan  # the second prompt's own failure
     assert torch.equal(attended()[: first_row + 70], out[: first_row + 70])
     assert torch.equal(attended()[first_row + 134 :], out[first_row + 134 :])
+
+
+@pytest.mark.parametrize("span", [1, 4, 9])
+@pytest.mark.parametrize("common", [False, True])
+def test_attention_of_a_few_long_spans_among_many(kernels: Any, span: int, common: bool) -> None:
+    """Tiles are cut for the many, whatever bound is given for the few; rows behind the last are nobody's."""
+    spans = [(64, 1), (70, 4), (64, 37), (96, 1), (0, 21), (130, 9), (17, 1)]
+    groups = [(4, 64), (3, 0)]
+    scene = make_common_scene(spans, groups, device=DEVICE) if common else make_scene(spans, device=DEVICE)
+    expected = scene.expected()
+    num_rows = len(scene.q) + 30
+    scene.q = torch.cat((scene.q, torch.full_like(scene.q[:1], torch.nan).expand(30, -1, -1))).contiguous()
+    scene.layout = replace(scene.layout, host_rows=(num_rows,) * len(spans), host_span=span)
+    close(attend(kernels, scene)[:-30], expected)
 
 
 COMMON = ([(32, 1), (33, 8), (50, 3), (7, 2), (40, 1), (65, 1), (64, 9)], [(3, 32), (2, 0), (2, 64)])

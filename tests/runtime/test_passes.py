@@ -76,6 +76,8 @@ def test_passes_change_no_token(drafter: str | None, monkeypatch: pytest.MonkeyP
     expected = complete(plain, prompts, params)
     core = round_core(drafter, 1)
     runner = runner_of(core)
+    assert runner.rounds is not None
+    monkeypatch.setattr(runner.rounds, "with_prompts", lambda spans, kinds, depth: kinds)
     made = runner.passes = runner.make_passes(512, 40)
     ran: list[tuple[int, int]] = []
     forward = made.forward

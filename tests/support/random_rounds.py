@@ -127,7 +127,7 @@ def differing(first: Runner, second: Runner, shape: Shape) -> list[str]:
 class RandomRounds:
     """Makes plans: some of the sequences, with all their drafts, some of them, or none, drafting again or
     not. Sequences end and others take their slots, short ones after long ones, most of them just before a
-    multiple of a power of two.
+    multiple of a power of two; some begin with rows of their prompts.
 
     Args:
         shape: of the runners.
@@ -166,18 +166,21 @@ class RandomRounds:
         self._num_plans += 1
         for slot in rng.sample(range(shape.slots), rng.randint(1, shape.slots)):
             room = shape.length - self._known[slot] - self._num_drafts - 1
+            lead = 0
             if self._known[slot] == 0 or room < 0 or rng.random() < 0.05:
-                self._begin(plan, slot)
+                lead = self._begin(plan, slot)
             drafts = 0
             if self._drafted[slot] and rng.random() < 0.9:
                 drafts = self._num_drafts if rng.random() < 0.6 else rng.randint(1, self._num_drafts)
             chains = HEDGED if shape.hedge and rng.random() < 0.6 else 0
             propose = rng.random() < 0.8
             top = self._top[slot]
-            plan.spans.append(Span(slot, 1 + drafts, drafts, propose=propose, top=top, chains=chains))
+            rows = lead + 1 + drafts
+            plan.spans.append(Span(slot, rows, drafts, propose, top=top, chains=0 if lead else chains))
         return plan
 
-    def _begin(self, plan: StepPlan, slot: int) -> None:
+    def _begin(self, plan: StepPlan, slot: int) -> int:
+        """A new tenant of a slot; returns its rows before the anchor."""
         rng, shape = self._rng, self.shape
         longest = shape.length - self._num_drafts - 1
         edge = 2 ** rng.randint(0, longest.bit_length())
@@ -186,9 +189,11 @@ class RandomRounds:
             length = max(1, min(longest, edge * rng.randint(1, 4) - rng.randint(0, self._num_drafts)))
         tokens = [rng.randrange(self._vocab_size) for _ in range(length)]
         params = SamplingParams(max_tokens=None, ignore_eos=True, **rng.choice(WAYS))
-        plan.inits.append(SlotInit(slot, tokens, length - 1, length, params, rng.getrandbits(40)))
+        lead = rng.randint(0, min(length - 1, 40)) if rng.random() < 0.5 else 0
+        plan.inits.append(SlotInit(slot, tokens, length - 1 - lead, length, params, rng.getrandbits(40)))
         plan.table.append(TableUpdate(slot, 0, self._tables[slot]))
         self._known[slot], self._drafted[slot], self._top[slot] = length, False, params.logprobs or 0
+        return lead
 
     def learn(self, plan: StepPlan, results: Sequence[SpanResult]) -> None:
         """What became of a plan."""
@@ -203,9 +208,11 @@ def run_both(
 ) -> tuple[int, int]:
     """Run the same rounds on both, which must report the same: log-probabilities bit for bit when ``exact``,
     else about, and then the state they keep as well. Returns how many rounds had spans with fewer drafts
-    beside others with more, and how many did not verify all that there were.
+    beside others with more, and how many did not verify all that there were. Some must have run rows of
+    prompts, unless there were few.
     """
-    mixed = packed = 0
+    mixed = packed = prompts = 0
+    assert first.rounds is not None
     for _ in range(count):
         plan = rounds.plan()
         ours, theirs = (runner.launch(plan).result() for runner in (first, second))
@@ -219,6 +226,9 @@ def run_both(
                 assert {i: entry.rank for i, entry in got.items()} == {i: e.rank for i, e in want.items()}
                 assert all(abs(entry.logprob - want[i].logprob) < 1e-4 for i, entry in got.items()), where
         rounds.learn(plan, ours)
+        kinds = [first.rounds.kind(span) for span in plan.spans]
+        prompts += None not in first.rounds.with_prompts(plan.spans, kinds, plan.depth) and None in kinds
         mixed += len({span.drafts for span in plan.spans if span.drafts}) > 1
         packed += any(span.drafts > done.verified for span, done in zip(plan.spans, ours, strict=True))
+    assert prompts > 0 or count < 100
     return mixed, packed

@@ -177,28 +177,30 @@ def span_rows(
     return lay_out(slots, drafts, num_computed, tokens, block_tables, width, block_size, last, scratch)
 
 
-def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+def allot_drafts(slots: Tensor, limits: Tensor, leads: Tensor, chances: Tensor, num_rows: int) -> Tensor:
     """Which drafts are verified where there are rows for some only: those most likely to stand. What is
     chosen depends on the set of sequences, never on their order.
 
     Args:
         slots: [N] int32; a slot of a sequence stands there once.
         limits: [N] int32, most drafts of each sequence; -1 where there is none.
+        leads: [N] int32, rows of each sequence before its anchor.
         chances: [S, g] fp32 in 0..1 by slot, rows contiguous, that a draft and all before it stand: falling
             along each row, so that what is chosen of a sequence are its first drafts. g is at most 32 and S
             2**20.
-        num_rows: rows there are. Each sequence takes one, each draft another.
+        num_rows: rows there are. Each sequence takes one and its lead, each draft another.
 
     Returns:
         [N] int32, drafts of each sequence; -1 where there is none.
     """
     choose = kernels().allot_drafts if slots.is_cuda else reference.allot_drafts
-    return choose(slots, limits, chances, num_rows)
+    return choose(slots, limits, leads, chances, num_rows)
 
 
 def packed_rows(
     slots: Tensor,
     drafts: Tensor,
+    leads: Tensor,
     num_computed: Tensor,
     tokens: Tensor,
     block_tables: Tensor,
@@ -208,13 +210,14 @@ def packed_rows(
     last: int,
     scratch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The rows of N spans of different lengths, side by side: anchors and drafts. Rows behind the last span's
-    are nobody's, and write to the scratch block.
+    """The rows of N spans of different lengths, side by side: known tokens, of which the anchor is the last,
+    and drafts. Rows behind the last span's are nobody's, and write to the scratch block.
 
     Args:
         slots: [N] int32.
         drafts: [N] int32, drafts of each span; -1 where there is no sequence, which takes no row.
-        num_computed: [S] int32, position of each slot's anchor.
+        leads: [N] int32, rows of each span before its anchor.
+        num_computed: [S] int32, position of each slot's first row.
         tokens: [S, L] int32 contiguous, known and tentative tokens.
         block_tables: [S, M] int32 contiguous.
         num_rows: R, at least the spans' rows.
@@ -229,7 +232,7 @@ def packed_rows(
     """
     lay_out = kernels().packed_rows if slots.is_cuda else reference.packed_rows
     return lay_out(
-        slots, drafts, num_computed, tokens, block_tables, num_rows, block_size, spare, last, scratch
+        slots, drafts, leads, num_computed, tokens, block_tables, num_rows, block_size, spare, last, scratch
     )
 
 
@@ -315,7 +318,13 @@ def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
 
 
 def advance(
-    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+    slots: Tensor,
+    drafts: Tensor,
+    sampled: Tensor,
+    accepted: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    leads: Tensor | None = None,
 ) -> None:
     """Write N spans' draws behind their anchors and move their lengths past the rows that stand.
 
@@ -325,9 +334,10 @@ def advance(
         accepted: [N] int32, drafts that stand.
         num_computed: [S] int32, moved on.
         tokens: [S, L] int32 contiguous, written.
+        leads: [N] int32, rows of each span before its anchor, which stand; None for none.
     """
     move = kernels().advance if slots.is_cuda else reference.advance
-    move(slots, drafts, sampled, accepted, num_computed, tokens)
+    move(slots, drafts, sampled, accepted, num_computed, tokens, leads)
 
 
 def kv_norm_rope_write(

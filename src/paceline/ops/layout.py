@@ -78,6 +78,8 @@ class RowLayout:
         num_computed: [S] int32, slot-indexed, as it was before this step.
         host_rows: rows of each sequence, known to the host (an upper bound per sequence in a captured step).
         host_max_context: an upper bound of the largest position + 1.
+        host_span: rows that few sequences have more of, where ``host_rows`` is for those few: tiles are cut
+            for the many. None: ``host_rows`` tells.
         branches: set when some of the sequences are chains.
         common: set when some of the sequences have keys in common that are worth an attention of their own.
         num_fresh: how many of the last sequences have no key before their rows, as far as the host tells.
@@ -93,6 +95,7 @@ class RowLayout:
     num_computed: Tensor
     host_rows: tuple[int, ...]
     host_max_context: int
+    host_span: int | None = None
     branches: Branches | None = None
     common: CommonKeys | None = None
     num_fresh: int = 0

@@ -74,7 +74,7 @@ def span_rows(
     return positions, fed, torch.where(real, own, scratch + positions % block_size), row_slot
 
 
-def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+def allot_drafts(slots: Tensor, limits: Tensor, leads: Tensor, chances: Tensor, num_rows: int) -> Tensor:
     """Drafts of each sequence, the likeliest first."""
     column = torch.arange(chances.shape[1], device=slots.device)
     keys = (
@@ -83,7 +83,7 @@ def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) 
         + (2**20 - 1 - slots)[:, None]
     )
     keys = torch.where(column < limits[:, None], keys, -1).view(-1)
-    room = max(0, num_rows - int((limits >= 0).sum()))
+    room = max(0, num_rows - int((leads + 1)[limits >= 0].sum()))
     best, index = keys.topk(min(room, len(keys)))
     taken = torch.zeros_like(keys).index_copy_(0, index, (best >= 0).long())
     drafts = taken.view(len(slots), -1).sum(1)
@@ -93,6 +93,7 @@ def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) 
 def packed_rows(
     slots: Tensor,
     drafts: Tensor,
+    leads: Tensor,
     num_computed: Tensor,
     tokens: Tensor,
     block_tables: Tensor,
@@ -103,7 +104,7 @@ def packed_rows(
     scratch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """First rows; sequences, positions, tokens, cache slots and slots of rows that lie side by side."""
-    ends = (drafts + 1).cumsum(0).int()
+    ends = torch.where(drafts < 0, 0, leads + 1 + drafts).cumsum(0).int()
     row_start = torch.cat((ends.new_zeros(1), ends))
     row = torch.arange(num_rows, dtype=torch.int32, device=slots.device)
     row_seq = torch.searchsorted(ends, row, right=True, out_int32=True)
@@ -165,9 +166,17 @@ def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
 
 
 def advance(
-    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+    slots: Tensor,
+    drafts: Tensor,
+    sampled: Tensor,
+    accepted: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    leads: Tensor | None = None,
 ) -> None:
     """Write draws behind the anchors, and move the lengths."""
+    if leads is not None:
+        num_computed.index_add_(0, slots, torch.where(drafts >= 0, leads, 0))
     offset = torch.arange(sampled.shape[1], device=sampled.device)
     first = slots.long() * tokens.shape[1] + num_computed[slots].long() + 1
     tokens.view(-1).index_copy_(0, (first[:, None] + offset).view(-1), sampled.reshape(-1))

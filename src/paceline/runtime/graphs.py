@@ -12,6 +12,10 @@ random under any filter; a row without filters costs it nothing, so plain draws 
 kernels more, for at most ``MAX_FULL_SEQS`` sequences: rows beyond that take longer to compute than to launch,
 and few kinds and sizes keep captures few.
 
+A prompt that begins, or a turn that continues behind a cached prefix, often has few rows, and a pass of its
+own for them reads all weights again. *Roomy* rounds have rows for those too, and draw and draft for everyone
+at once; where there is none, rows of prompts run beside the round.
+
 Rounds whose sequences share long prefixes exist in a second version, which attends to these once
 (``sharing.py``); those are captured last.
 
@@ -34,7 +38,7 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops.early import early_launches
 from paceline.ops.persistent.launch import MAX_ROWS
 from paceline.runtime.acceptance import Verified
-from paceline.runtime.division import MAX_FULL_SEQS
+from paceline.runtime.division import MAX_FULL_SEQS, most
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
@@ -63,6 +67,16 @@ FIRST_SIZES = (1, 2)
 
 MEMORY_BOUND_ROWS = 64
 """Rows up to which a round takes as long as reading the weights does: fewer drafts would save nothing."""
+
+
+PROMPT_ROWS = 64
+"""Rows for prompts in a roomy round, beside those of its sequences and their drafts."""
+
+CHEAP_ROWS = 128
+"""More rows cost time for each, and prompts take rows of the likeliest drafts to fall instead."""
+
+GIVEN_UP = 4
+"""Of so many drafts that were to be verified, at most one is given up for rows of prompts."""
 
 
 def draft_counts(size: int, num_drafts: int) -> list[int]:
@@ -180,6 +194,8 @@ class RoundSet:
             for chains in (0, *(() if self._hedging is None else self._hedging.counts))
             if chains == 0 or count == self._num_drafts
         ]
+        alone += [self._roomy(size, count) for size in self._sizes for count in {0, self._num_drafts}]
+        alone.sort(key=lambda shape: (shape.num_seqs not in FIRST_SIZES or shape.packed, shape.num_seqs))
         together = [self._with_common_keys(shape) for shape in alone if self._may_be_together(shape)]
         return alone + list(dict.fromkeys(together))
 
@@ -212,10 +228,11 @@ class RoundSet:
                 self._round(self._with_chains(shape, size, chains))
             if self._may_be_together(shape):
                 self._round(self._with_common_keys(shape))
+        self._round(self._roomy(self._sizes[-1], drafts))
 
     def capture_first(self) -> None:
         """Capture the rounds that are to be there from the start."""
-        while self.missing and self.missing[-1].num_seqs in FIRST_SIZES:
+        while self.missing and self.missing[-1].num_seqs in FIRST_SIZES and not self.missing[-1].packed:
             self.prepare()
 
     def prepare(self) -> bool:
@@ -246,31 +263,55 @@ class RoundSet:
             return None
         return self._state.sampling.fixed_kind(span.slot)
 
+    def with_prompts(
+        self, spans: Sequence[Span], kinds: list[FixedKind | None], depth: int | None
+    ) -> list[FixedKind | None]:
+        """The kinds of a step's spans, once more, with those of prompts where all that is no round's are last
+        rows of prompts and one round has room for everything. Where a pass of its own is needed anyway, it
+        takes all prompts.
+        """
+        if not self.captured or None not in kinds or any(span.chains for span in spans):
+            return kinds
+        found = [kind or self._prompt_kind(span) for span, kind in zip(spans, kinds, strict=True)]
+        kind = most(found)
+        if kind is None or kind == "full" or self._shape_with_prompts(spans, kind, depth) is None:
+            return kinds
+        return found
+
+    def _prompt_kind(self, span: Span) -> FixedKind | None:
+        """Sampling a round must be able to do to run the last rows of a prompt; None for other spans."""
+        if not span.sample or span.drafts or span.prompt_rows:
+            return None
+        return self._state.sampling.fixed_kind(span.slot)
+
     def run(
         self, spans: Sequence[Span], kind: FixedKind, depth: int | None = None
     ) -> tuple[Verified, list[int]]:
         """Run spans whose ``kind`` is this one or comes before it. Rows beyond the spans' are nobody's.
 
         Args:
-            spans: anchors and drafts.
+            spans: anchors and drafts, and of prompts what ``with_prompts`` let in.
             kind: sampling the round must be able to do.
             depth: drafts of each span on average that rows are wanted for; None for all they have.
 
         Returns:
             What came out, overwritten by the next run, and how many chains each span had beside it.
         """
-        shape = self._shape(spans, kind, depth)
+        prompts = any(span.lead for span in spans)
+        shape = self._shape_with_prompts(spans, kind, depth) if prompts else self._shape(spans, kind, depth)
+        assert shape is not None
         groups = group_values(spans, shape.num_seqs) if self._may_be_together(shape) else None
         if groups is not None:
             shape = self._with_common_keys(shape)
         decode_round, run = self._round(shape)
-        values = np.zeros((3, shape.num_seqs + 1), dtype=np.int32)
+        values = np.zeros((4, shape.num_seqs + 1), dtype=np.int32)
         values[0] = self._state.spare
         values[1] = -1
         values[:, : len(spans)] = [
             [span.slot for span in spans],
             [min(span.drafts, shape.num_drafts) for span in spans],
             [int(span.propose) for span in spans],
+            [span.lead for span in spans],
         ]
         places = np.full((2, shape.places), -1, dtype=np.int32)
         chains = self._place(spans, shape, places)
@@ -334,7 +375,8 @@ class RoundSet:
             shape = RoundShape.even(len(spans), drafts, propose, kind)
             if not chains and kind != "full":
                 total = sum(span.drafts for span in spans)
-                shape = replace(shape, num_rows=len(spans) + min(total, mean * len(spans)))
+                rows = len(spans) + min(total, mean * len(spans))
+                shape = replace(shape, num_rows=rows, packed=rows < shape.num_rows)
             return self._with_chains(shape, sum(span.chains > 0 for span in spans), chains)
         able = next(k for k in CAPTURED_KINDS if FIXED_KINDS.index(k) >= FIXED_KINDS.index(kind))
         sizes = self._full_sizes if able == "full" else self._sizes
@@ -345,11 +387,40 @@ class RoundSet:
         shape = self._packed(size, count, True, able)
         return self._with_chains(shape, size, chains if count == self._num_drafts else 0)
 
+    def _shape_with_prompts(
+        self, spans: Sequence[Span], kind: FixedKind, depth: int | None
+    ) -> RoundShape | None:
+        """The smallest captured round with rows for all known tokens, and for nearly all drafts that rows are
+        wanted for; None if none has them.
+        """
+        drafts = max(span.drafts for span in spans)
+        mean = drafts if depth is None else min(drafts, depth)
+        wanted = min(sum(span.drafts for span in spans), mean * sum(span.lead == 0 for span in spans))
+        rows = sum(span.lead + 1 for span in spans) + wanted - wanted // GIVEN_UP
+        size = next(size for size in self._sizes if size >= len(spans))
+        if mean == 0 and not any(span.propose for span in spans):
+            able = [self._roomy(size, 0)]
+        else:
+            packed: FixedKind = "greedy" if kind == "greedy" else "filtered"
+            counts = [count for count in self.draft_counts[size][:-1] if count >= mean]
+            able = [self._packed(size, count, True, packed) for count in counts]
+            able.append(self._roomy(size, self._num_drafts))
+        return next((shape for shape in able if shape.num_rows >= rows), None)
+
+    def _roomy(self, size: int, num_drafts: int) -> RoundShape:
+        """A round with rows for all drafts of everyone, or none, that takes prompts too. There is one for
+        greedy and filtered sampling, so that there are fewer.
+        """
+        rows = size * (num_drafts + 1)
+        if rows <= CHEAP_ROWS or not num_drafts:
+            rows += PROMPT_ROWS
+        return RoundShape(size, num_drafts, rows, num_drafts > 0, "filtered", packed=True)
+
     def _packed(self, size: int, count: int, propose: bool, kind: FixedKind) -> RoundShape:
         """A round with rows for ``count`` drafts of each sequence on average: for which ones, the device
         chooses. Not where parameters look at whole spans.
         """
         shape = RoundShape.even(size, count, propose, kind)
-        if count == 0 or kind == "full":
+        if count in (0, self._num_drafts) or kind == "full":
             return shape
-        return replace(shape, num_drafts=self._num_drafts)
+        return replace(shape, num_drafts=self._num_drafts, packed=True)

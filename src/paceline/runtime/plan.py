@@ -65,6 +65,11 @@ class Span:
     round. Left out where the span does not run as a round.
     """
 
+    @property
+    def lead(self) -> int:
+        """Rows before the anchor: those of a prompt, but the last."""
+        return self.rows - self.drafts - 1
+
 
 @dataclass(slots=True)
 class TableUpdate:

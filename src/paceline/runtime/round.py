@@ -9,12 +9,14 @@ is how its logic is tested there.
 Where there are rows for all drafts of everyone, each sequence has K + 1 of them; one with fewer drafts, or
 none at all, wastes rows, whose K/V go to a scratch block. Where there are not, the round is *packed*: spans
 of different lengths lie side by side, and rows go to the drafts that are most likely to stand, which only the
-device knows (``DraftStage.chances``). Some of the sequences may have hedge chains beside their drafts
-(``hedging.py``).
+device knows (``DraftStage.chances``). A packed round also takes the last rows of prompts: a prompt's span is
+one with a *lead*, rows of known tokens before its anchor, which need no luck to stand. Some of the sequences
+may have hedge chains beside their drafts (``hedging.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +44,13 @@ class RoundShape:
     Attributes:
         num_seqs: N.
         num_drafts: K, most drafts verified of a sequence.
-        num_rows: R, at least one for each sequence, at most K + 1.
+        num_rows: R, at least one for each sequence.
         propose: whether the next block is drafted.
         kind: sampling the round can do.
         places: sequences that may be hedged.
         hedges: drafts that their chains replace.
+        packed: whether rows lie side by side, as many of a sequence as it has; never with hedges. Otherwise
+            each has K + 1.
         together: whether attention is told of keys that sequences have in common; never with hedges.
     """
 
@@ -57,17 +61,13 @@ class RoundShape:
     kind: FixedKind
     places: int = 0
     hedges: tuple[int, ...] = ()
+    packed: bool = False
     together: bool = False
 
     @staticmethod
     def even(num_seqs: int, num_drafts: int, propose: bool, kind: FixedKind) -> RoundShape:
         """With rows for all drafts of everyone."""
         return RoundShape(num_seqs, num_drafts, num_seqs * (num_drafts + 1), propose, kind)
-
-    @property
-    def packed(self) -> bool:
-        """Whether there are fewer."""
-        return self.num_rows < self.num_seqs * (self.num_drafts + 1)
 
 
 class DecodeRound:
@@ -85,9 +85,10 @@ class DecodeRound:
             matters which.
 
     Attributes:
-        inputs: [3, N + 1] int32 on the device, to be filled before each call: slot; most drafts, -1 where
-            there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved).
-            The last column is nobody's, as it is made.
+        inputs: [4, N + 1] int32 on the device, to be filled before each call: slot; most drafts, -1 where
+            there is no sequence; whether the sequence may propose (its blocks for the drafter are reserved);
+            rows before its anchor, none unless the round is packed. The last column is nobody's, as it is
+            made.
         hedge_inputs: [2, places] int32 on the device: which of the sequences has chains to verify; which
             gets chains for the next round; -1 for none.
         group_inputs: int32 on the device, see ``sharing.group_values``; where the shape is ``together``.
@@ -107,7 +108,7 @@ class DecodeRound:
         device = state.device
         n, width = shape.num_seqs, shape.num_drafts + 1
         self.shape = shape
-        self.inputs = torch.zeros(3, n + 1, dtype=torch.int32, device=device)
+        self.inputs = torch.zeros(4, n + 1, dtype=torch.int32, device=device)
         self.inputs[0] = state.spare
         self.inputs[1] = -1
         self._model, self._cache, self._state, self._drafting = model, cache, state, drafting
@@ -126,6 +127,7 @@ class DecodeRound:
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
         self._column = torch.arange(width, dtype=torch.int32, device=device)
         self._width = width
+        self._chooses = shape.packed and shape.num_drafts > 0
         self._predict = n >= choosy_from
         self._scratch = (cache.k.shape[1] - 1) * state.block_size
         self._last = max_model_len - 1
@@ -133,20 +135,22 @@ class DecodeRound:
 
     def __call__(self) -> Verified:
         """Run the round on ``inputs``."""
-        slots, limits, propose = self.inputs[:, :-1].unbind(0)
+        slots, limits, propose, leads = self.inputs[:, :-1].unbind(0)
         state, drafting = self._state, self._drafting
         drafts = limits
-        if self.shape.packed:
+        if self._chooses:
             assert drafting is not None
-            drafts = ops.allot_drafts(slots, limits, drafting.chances, self.shape.num_rows)
-        layout, tokens, row_slots = self._rows(slots, drafts)
+            drafts = ops.allot_drafts(slots, limits, leads, drafting.chances, self.shape.num_rows)
+        layout, tokens, row_slots = self._rows(slots, drafts, leads)
         if self._hedged is None:
-            output = self._verify(slots, drafts, layout, tokens, row_slots)
+            output = self._verify(slots, drafts, leads, layout, tokens, row_slots)
         else:
             output = self._hedged(slots, drafts, self.hedge_inputs[0], layout, tokens)
         if drafting is not None and drafting.predicts and self._predict and self.shape.num_drafts:
             output = output._replace(predicted=drafting.chances[slots])
-        ops.advance(slots, drafts, output.sampled, output.accepted, state.num_computed, state.tokens)
+        verified = slots, drafts, output.sampled, output.accepted
+        standing = leads if self.shape.packed else None
+        ops.advance(*verified, state.num_computed, state.tokens, standing)
         if self.shape.propose and drafting is not None:
             drafting.propose(
                 slots,
@@ -161,7 +165,13 @@ class DecodeRound:
         return output
 
     def _verify(
-        self, slots: Tensor, drafts: Tensor, layout: RowLayout, tokens: Tensor, row_slots: Tensor
+        self,
+        slots: Tensor,
+        drafts: Tensor,
+        leads: Tensor,
+        layout: RowLayout,
+        tokens: Tensor,
+        row_slots: Tensor,
     ) -> Verified:
         """Forward, draw and accept, without chains."""
         state, drafting = self._state, self._drafting
@@ -169,19 +179,24 @@ class DecodeRound:
         rows = SampleRows(row_slots, layout.positions, state.tokens, state.tokens.shape[1])
         spans = tokens.view(-1, 1 if self.shape.packed else self._width)
         drawn = sample_fixed(logits, rows, spans, state.sampling, self.shape.kind)
-        sampled, fed = (self._by_span(values, layout, drafts) for values in (drawn.tokens, tokens))
+        by_span = self._by_span(layout, drafts, leads)
+        sampled, fed = by_span(drawn.tokens), by_span(tokens)
         accepted = count_accepted(sampled, fed[:, 1:], drafts)
-        if drafting is not None:
+        if drafting is not None:  # spans with a lead have no drafts
             anchors = state.num_computed[slots] if self.shape.packed else layout.positions[:: self._width]
             accepted = drafting.override(accepted, slots, anchors, drafts)
-        return Verified(sampled, accepted, drawn.logprobs, drafts if self.shape.packed else None)
+        return Verified(sampled, accepted, drawn.logprobs, drafts if self._chooses else None)
 
-    def _by_span(self, values: Tensor, layout: RowLayout, drafts: Tensor) -> Tensor:
-        """Values of rows [R] as [N, K + 1]; beyond a span's own rows the last of them is repeated."""
+    def _by_span(self, layout: RowLayout, drafts: Tensor, leads: Tensor) -> Callable[[Tensor], Tensor]:
+        """Turns values of the rows [R] into those of each span from its anchor on, [N, K + 1]; beyond a
+        span's own rows the last of them is repeated.
+        """
         if not self.shape.packed:
-            return values.view(-1, self._width)
-        row = layout.row_start[:-1, None] + torch.minimum(self._column, drafts[:, None]).clamp(min=0)
-        return values[row.clamp(max=len(values) - 1)]
+            return lambda values: values.view(-1, self._width)
+        anchors = (layout.row_start[:-1] + leads)[:, None]
+        row = anchors + torch.minimum(self._column, drafts[:, None]).clamp(min=0)
+        row = row.clamp(max=self.shape.num_rows - 1)
+        return lambda values: values[row]
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
         """Logits of the rows; the drafter's context is written on the way."""
@@ -197,13 +212,16 @@ class DecodeRound:
             drafting.write_context(tapped, layout)
         return self._model.logits(hidden)
 
-    def _rows(self, slots: Tensor, drafts: Tensor) -> tuple[RowLayout, Tensor, Tensor]:
+    def _rows(self, slots: Tensor, drafts: Tensor, leads: Tensor) -> tuple[RowLayout, Tensor, Tensor]:
         """The rows' layout, the tokens they are fed and their slots, [R]."""
-        state = self._state
-        of_slots = slots, drafts, state.num_computed, state.tokens, state.block_tables
-        if self.shape.packed:
+        state, packed = self._state, self.shape.packed
+        tables = state.num_computed, state.tokens, state.block_tables
+        if packed:
             row_start, row_seq, positions, tokens, kv_slots, row_slots = ops.packed_rows(
-                *of_slots,
+                slots,
+                drafts,
+                leads,
+                *tables,
                 self.shape.num_rows,
                 state.block_size,
                 state.spare,
@@ -213,18 +231,19 @@ class DecodeRound:
         else:
             row_start, row_seq = self._row_start, self._row_seq
             positions, tokens, kv_slots, row_slots = ops.span_rows(
-                *of_slots, self._width, state.block_size, self._last, self._scratch
+                slots, drafts, *tables, self._width, state.block_size, self._last, self._scratch
             )
         layout = RowLayout(
-            slots=self.inputs[0] if self.shape.packed else slots,
+            slots=self.inputs[0] if packed else slots,
             row_start=row_start,
             row_seq=row_seq,
             positions=positions,
             kv_slots=kv_slots,
             block_tables=state.block_tables,
             num_computed=state.num_computed,
-            host_rows=(self._width,) * self.shape.num_seqs,
+            host_rows=(self.shape.num_rows if packed else self._width,) * self.shape.num_seqs,
             host_max_context=self._max_context,
+            host_span=self._width,
             common=None if self._groups is None else self._groups.keys(row_start),
         )
         return layout, tokens, row_slots

@@ -164,6 +164,7 @@ class Runner:
         parts = [Part(list(range(len(plan.spans))), None)]
         if self.rounds is not None and not by_rows:
             kinds = [self.rounds.kind(span) for span in plan.spans]
+            kinds = self.rounds.with_prompts(plan.spans, kinds, plan.depth)
             rows = [span.rows - _excess(span, plan.depth) for span in plan.spans]
             parts = divide(rows, kinds) if self.rounds.captured else divide_exactly(kinds)
         pending: list[PendingStep] = []

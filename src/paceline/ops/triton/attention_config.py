@@ -66,7 +66,7 @@ def choose_config(
         num_processors: streaming multiprocessors of the device.
     """
     wide = dtype == torch.float32  # no tensor cores: larger tiles only spill registers
-    packed = max(layout.host_rows) * group
+    packed = (layout.host_span or max(layout.host_rows)) * group
     largest = max(64 if wide or packed <= 64 else 128, group)
     block_m = triton.next_power_of_2(max(16, min(packed, largest)))
     programs = num_tiles(layout, num_rows, block_m // group) * num_kv_heads

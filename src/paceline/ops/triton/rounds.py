@@ -110,10 +110,21 @@ def span_rows(
     return positions, fed, kv_slots, row_slots
 
 
-@triton.jit(do_not_specialize=["slots_ptr", "limits_ptr", "chances_ptr", "num_seqs", "num_rows", "stride"])
+@triton.jit(
+    do_not_specialize=[
+        "slots_ptr",
+        "limits_ptr",
+        "leads_ptr",
+        "chances_ptr",
+        "num_seqs",
+        "num_rows",
+        "stride",
+    ]
+)
 def _allot_drafts_kernel(
     slots_ptr,  # [N]
     limits_ptr,  # [N]
+    leads_ptr,  # [N]
     chances_ptr,  # [S, G] fp32
     drafts_ptr,  # [N] int32
     num_seqs,
@@ -129,18 +140,19 @@ def _allot_drafts_kernel(
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     own = _rank_key(tl.load(chances_ptr + slot * stride + column, mask=column < G, other=0.0), column, slot)
     before = tl.zeros((COLUMNS,), tl.int32)  # drafts that come before each of this sequence's
-    present = tl.zeros((), tl.int32)
+    given = tl.zeros((), tl.int32)  # rows that are no drafts'
     for first in range(0, num_seqs, BLOCK):
         other = first + tl.arange(0, BLOCK)
         inside = other < num_seqs
         limits = tl.load(limits_ptr + other, mask=inside, other=-1)
         slots = tl.load(slots_ptr + other, mask=inside, other=0).to(tl.int64)
-        present += tl.sum((limits >= 0).to(tl.int32), axis=0)
+        leads = tl.load(leads_ptr + other, mask=inside, other=0)
+        given += tl.sum(tl.where(limits >= 0, leads + 1, 0), axis=0)
         for draft in tl.static_range(G):
             chance = tl.load(chances_ptr + slots * stride + draft, mask=inside, other=0.0)
             key = tl.where(draft < limits, _rank_key(chance, draft, slots), -1)
             before += tl.sum((key[:, None] > own[None, :]).to(tl.int32), axis=0)
-    taken = (column < tl.minimum(limit, G)) & (before < num_rows - present)
+    taken = (column < tl.minimum(limit, G)) & (before < num_rows - given)
     tl.store(drafts_ptr + seq, tl.where(limit < 0, limit, tl.sum(taken.to(tl.int32), axis=0)))
 
 
@@ -150,14 +162,16 @@ def _rank_key(chance, draft, slot):
     return ((chance * 16777216.0).to(tl.int64) << 25) + ((31 - draft) << 20) + (1048575 - slot)
 
 
-def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) -> Tensor:
+def allot_drafts(slots: Tensor, limits: Tensor, leads: Tensor, chances: Tensor, num_rows: int) -> Tensor:
     """See :func:`paceline.ops.allot_drafts`."""
-    assert slots.is_contiguous() and limits.is_contiguous() and chances.stride(1) == 1
+    assert slots.is_contiguous() and limits.is_contiguous() and leads.is_contiguous()
+    assert chances.stride(1) == 1
     num_drafts = chances.shape[1]
     drafts = torch.empty((len(slots),), dtype=torch.int32, device=slots.device)
     _allot_drafts_kernel[(len(slots),)](
         slots,
         limits,
+        leads,
         chances,
         drafts,
         len(slots),
@@ -174,6 +188,7 @@ def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) 
     do_not_specialize=[
         "slots_ptr",
         "drafts_ptr",
+        "leads_ptr",
         "num_computed_ptr",
         "token_table_ptr",
         "block_tables_ptr",
@@ -189,6 +204,7 @@ def allot_drafts(slots: Tensor, limits: Tensor, chances: Tensor, num_rows: int) 
 def _packed_rows_kernel(
     slots_ptr,  # [N]
     drafts_ptr,  # [N]
+    leads_ptr,  # [N]
     num_computed_ptr,  # [S]
     token_table_ptr,  # [S, L]
     block_tables_ptr,  # [S, M]
@@ -210,7 +226,9 @@ def _packed_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     seq = tl.arange(0, SEQS)
-    counts = tl.load(drafts_ptr + seq, mask=seq < num_seqs, other=-1) + 1  # rows of each sequence
+    drafts = tl.load(drafts_ptr + seq, mask=seq < num_seqs, other=-1)
+    leads = tl.load(leads_ptr + seq, mask=seq < num_seqs, other=0)
+    counts = tl.where(drafts < 0, 0, leads + 1 + drafts)  # rows of each sequence
     ends = tl.cumsum(counts, axis=0)
     if tl.program_id(0) == 0:
         tl.store(row_start_ptr + seq, ends - counts, mask=seq < num_seqs)
@@ -238,6 +256,7 @@ def _packed_rows_kernel(
 def packed_rows(
     slots: Tensor,
     drafts: Tensor,
+    leads: Tensor,
     num_computed: Tensor,
     tokens: Tensor,
     block_tables: Tensor,
@@ -249,7 +268,7 @@ def packed_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`paceline.ops.packed_rows`."""
     assert tokens.is_contiguous() and block_tables.is_contiguous() and num_computed.is_contiguous()
-    assert slots.is_contiguous() and drafts.is_contiguous()
+    assert slots.is_contiguous() and drafts.is_contiguous() and leads.is_contiguous()
     device, num_seqs, block = slots.device, len(slots), 32
     ints = torch.empty((4, num_rows), dtype=torch.int32, device=device)
     row_seq, positions, fed, row_slots = ints.unbind(0)
@@ -258,6 +277,7 @@ def packed_rows(
     _packed_rows_kernel[(triton.cdiv(num_rows, block),)](
         slots,
         drafts,
+        leads,
         num_computed,
         tokens,
         block_tables,
@@ -463,16 +483,25 @@ def leading_matches(left: Tensor, right: Tensor, limits: Tensor) -> Tensor:
 
 
 @triton.jit(
-    do_not_specialize=["slots_ptr", "drafts_ptr", "num_computed_ptr", "token_table_ptr", "token_stride"]
+    do_not_specialize=[
+        "slots_ptr",
+        "drafts_ptr",
+        "leads_ptr",
+        "num_computed_ptr",
+        "token_table_ptr",
+        "token_stride",
+    ]
 )
 def _advance_kernel(
     slots_ptr,  # [N]
     drafts_ptr,  # [N]
+    leads_ptr,  # [N], if LEADS
     sampled_ptr,  # [N, W] int32
     accepted_ptr,  # [N] int32
     num_computed_ptr,  # [S]
     token_table_ptr,  # [S, L]
     token_stride,
+    LEADS: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -482,25 +511,36 @@ def _advance_kernel(
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     if tl.load(drafts_ptr + seq) >= 0:
         anchor = tl.load(num_computed_ptr + slot)
+        if LEADS:
+            anchor += tl.load(leads_ptr + seq)
         drawn = tl.load(sampled_ptr + seq * W + column, mask=inside, other=0)
         tl.store(token_table_ptr + slot * token_stride + anchor + 1 + column, drawn, mask=inside)
         tl.store(num_computed_ptr + slot, anchor + tl.load(accepted_ptr + seq) + 1)
 
 
 def advance(
-    slots: Tensor, drafts: Tensor, sampled: Tensor, accepted: Tensor, num_computed: Tensor, tokens: Tensor
+    slots: Tensor,
+    drafts: Tensor,
+    sampled: Tensor,
+    accepted: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    leads: Tensor | None = None,
 ) -> None:
     """See :func:`paceline.ops.advance`."""
     assert sampled.is_contiguous() and tokens.is_contiguous() and num_computed.is_contiguous()
+    assert leads is None or leads.is_contiguous()
     num_seqs, width = sampled.shape
     _advance_kernel[(num_seqs,)](
         slots,
         drafts,
+        drafts if leads is None else leads,
         sampled,
         accepted,
         num_computed,
         tokens,
         tokens.stride(0),
+        LEADS=leads is not None,
         W=width,
         BLOCK=max(triton.next_power_of_2(width), 2),
     )
