@@ -7,8 +7,8 @@ time. Texts are continuations of the bundled prompts, so drafts stand or fall as
 not alike in all sequences. Modes take turns on one engine; each has some seconds before it is timed, in which
 a planner forgets what stood before. ``even`` is the planner with as many rows for each sequence as for every
 other, to see what it brings to give rows to the likeliest drafts. ``plain beside`` and ``planned beside`` run
-prompts beside rounds, never in them, to see what it brings to join them. On a GPU with the bundled pair inflated to
-Qwen3-4B's geometry, on a CPU with the pair as it is.
+prompts beside rounds, never in them, to see what it brings to join them. On a GPU with the bundled pair
+inflated to Qwen3-4B's geometry, on a CPU with the pair as it is.
 """
 
 from __future__ import annotations

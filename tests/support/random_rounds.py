@@ -167,7 +167,7 @@ class RandomRounds:
         for slot in rng.sample(range(shape.slots), rng.randint(1, shape.slots)):
             room = shape.length - self._known[slot] - self._num_drafts - 1
             lead = 0
-            if self._known[slot] == 0 or room < 0 or rng.random() < 0.05:
+            if self._known[slot] == 0 or room < 0 or rng.random() < 0.1:
                 lead = self._begin(plan, slot)
             drafts = 0
             if self._drafted[slot] and rng.random() < 0.9:
@@ -230,5 +230,5 @@ def run_both(
         prompts += None not in first.rounds.with_prompts(plan.spans, kinds, plan.depth) and None in kinds
         mixed += len({span.drafts for span in plan.spans if span.drafts}) > 1
         packed += any(span.drafts > done.verified for span, done in zip(plan.spans, ours, strict=True))
-    assert prompts > 0 or count < 100
+    assert prompts > 0 or count < 100 or rounds.shape.hedge, "prompts beside sequences that decode"
     return mixed, packed
