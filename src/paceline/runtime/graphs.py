@@ -270,13 +270,13 @@ class RoundSet:
         rows of prompts and one round has room for everything. Where a pass of its own is needed anyway, it
         takes all prompts.
         """
-        if not self.captured or None not in kinds or any(span.chains for span in spans):
+        if not self.captured or None not in kinds:
             return kinds
         found = [kind or self._prompt_kind(span) for span, kind in zip(spans, kinds, strict=True)]
         kind = most(found)
-        if kind is None or kind == "full" or self._shape_with_prompts(spans, kind, depth) is None:
+        if kind is None or kind == "full" or any(span.chains for span in spans):
             return kinds
-        return found
+        return kinds if self._shape_with_prompts(spans, kind, depth) is None else found
 
     def _prompt_kind(self, span: Span) -> FixedKind | None:
         """Sampling a round must be able to do to run the last rows of a prompt; None for other spans."""
@@ -393,10 +393,11 @@ class RoundSet:
         """The smallest captured round with rows for all known tokens, and for nearly all drafts that rows are
         wanted for; None if none has them.
         """
-        drafts = max(span.drafts for span in spans)
-        mean = drafts if depth is None else min(drafts, depth)
-        wanted = min(sum(span.drafts for span in spans), mean * sum(span.lead == 0 for span in spans))
-        rows = sum(span.lead + 1 for span in spans) + wanted - wanted // GIVEN_UP
+        drafts = [span.drafts for span in spans]
+        mean = max(drafts) if depth is None else min(max(drafts), depth)
+        known = [span.rows - span.drafts for span in spans]
+        wanted = min(sum(drafts), mean * known.count(1))
+        rows = sum(known) + wanted - wanted // GIVEN_UP
         size = next(size for size in self._sizes if size >= len(spans))
         if mean == 0 and not any(span.propose for span in spans):
             able = [self._roomy(size, 0)]

@@ -47,7 +47,7 @@ class _Copies:
     won: Tensor | None  # [N] int32
     predicted: Tensor | None  # [N, g] fp32
     logprobs: LogprobTensors | None  # of the sampled rows that asked
-    prompt: list[list[LogprobTensors]]  # per span, in parts
+    prompt: list[list[LogprobTensors]]  # per span, in parts; empty where no prompt reports any
     done: torch.cuda.Event | None
 
 
@@ -248,7 +248,7 @@ class Runner:
         drawn = output.sampled[:count], output.accepted[:count]
         more = output.drafts, output.won, output.predicted
         verified, won, predicted = (None if x is None else x[:count] for x in more)
-        copies = self._to_host(drawn, logprobs, [[] for _ in spans], verified, won, predicted)
+        copies = self._to_host(drawn, logprobs, [], verified, won, predicted)
         return _Pending(spans, list(range(count)), copies, chains)
 
     def _run_rows(self, spans: Sequence[Span], max_context: int) -> _Pending:
@@ -444,16 +444,14 @@ class _Pending:
         copies = self._copies
         if copies.done is not None:
             copies.done.synchronize()
-        results: list[SpanResult] = []
-        for span, parts in zip(self._spans, copies.prompt, strict=True):
-            result = SpanResult([])
+        results = [SpanResult([]) for _ in self._spans]
+        for result, span, parts in zip(results, self._spans, copies.prompt, strict=bool(copies.prompt)):
             if span.prompt_rows:
                 result.prompt_logprobs = [
                     read(i, span.prompt_top)
                     for part, read in ((part, _reader(part)) for part in parts)
                     for i in range(len(part.rows))
                 ]
-            results.append(result)
         if copies.drawn is not None:
             sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
             for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
