@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.bench.geometry import geometry_folder
 from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.config import Qwen3Config
+from paceline.runtime import build, few_rows
 from support.engines import GOLDEN, golden_core
 
 
@@ -41,3 +47,52 @@ def test_markov_candidates_that_change_nothing_are_told(
     assert "markov_candidates" not in caplog.text
     golden_core("qwen3_tiny", drafter=drafter, speculative_config={"markov_candidates": 16})
     assert "markov_candidates is 16 and changes nothing here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "early"), [({}, ["kernel"]), ({"enforce_eager": True}, []), ({"deterministic": True}, [])]
+)
+def test_the_kernel_for_few_rows_is_begun_before_weights_are_read(
+    options: dict[str, Any], early: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    monkeypatch.setattr(few_rows.FewRows, "compile_early", lambda *_: begun.append("kernel"))
+
+    def load(*_: Any, **__: Any) -> None:
+        begun.append("weights")
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(build, "load_model", load)
+    with pytest.raises(CheckpointError, match="enough"):
+        golden_core("qwen3_tiny", **options)
+    assert begun == [*early, "weights"]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "changes", "begun"),
+    [
+        ("qwen3-4b", {}, [2560]),
+        ("qwen3-8b", {}, [4096]),
+        ("qwen3-4b", {"attention_bias": True}, []),
+        ("qwen3-4b", {"head_dim": 64}, []),
+        ("qwen3-4b", {"intermediate_size": 9729}, []),
+    ],
+    ids=str,
+)
+def test_it_is_begun_for_models_it_can_run(
+    geometry: str, changes: dict[str, Any], begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(few_rows, "compile_early", asked.append)
+    monkeypatch.setattr(few_rows, "is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(few_rows, "can_compile", lambda: True)
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    config = replace(Qwen3Config.from_pretrained(geometry_folder(geometry)), **changes)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    few_rows.FewRows.compile_early(config, gpu, torch.bfloat16, 16)
+    assert asked == begun
+    few_rows.FewRows.compile_early(config, gpu, torch.float16, 16)
+    few_rows.FewRows.compile_early(config, gpu, torch.bfloat16, 8)
+    few_rows.FewRows.compile_early(config, cpu, torch.bfloat16, 16)
+    assert asked == begun

@@ -110,7 +110,8 @@ def test_a_gpu_is_measured_with_a_runner_that_then_goes(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(not made or made[0]() is None))
     memory = plan_memory(engine, model.config, None, limits, torch.float32)
-    budget, source = build._measured_budget(parts, memory)
+    (budget, source), worst = build._measured_budget(parts, memory)
+    assert worst == int(1.1 * 5_000)
     assert budget == (50 - 20 - 3) * 10**9 and "gpu_memory_utilization=0.5" in source
     assert set(steps) == {32}, "steps are as large as may be"
     assert len(made) == 1 and emptied[-1], "the runner is gone before its memory is given back"

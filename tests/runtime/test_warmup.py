@@ -12,7 +12,7 @@ from paceline.proving.drive import runner_of
 from paceline.runtime.memory import StepLimits
 from paceline.runtime.plan import PendingStep, StepPlan
 from paceline.runtime.runner import PROMPT_LOGPROB_ROWS, Runner
-from paceline.runtime.warmup import warm_up
+from paceline.runtime.warmup import settle, warm_up
 from paceline.sampling.params import SamplingParams
 from support.engines import complete, golden_core, tokens_of
 
@@ -122,3 +122,25 @@ def test_whole_vocabularies_are_not_reported_for_every_row(
         assert {span.top for span in plan.spans if span.sample} <= {reckoned}
         assert {span.prompt_top for span in plan.spans} == {reckoned}
         assert {init.params.logprobs for init in plan.inits} == {reckoned}
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's allocator that has seen 1000 bytes more than there were at first."""
+    numbers = {"memory_allocated": 500, "max_memory_allocated": 1500}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+@pytest.mark.usefixtures("memory")
+def test_what_was_measured_once_is_not_run_again(launched: list[StepPlan]) -> None:
+    runner = runner_of(make("dspark_tiny_b7", {}))
+    rounds, captured = runner.rounds, []
+    assert rounds is not None
+    rounds.capture_largest = lambda: captured.append(len(launched))  # type: ignore[method-assign]
+    worst = settle(runner, LIMITS)
+    assert worst == 1100 and len(launched) == 3
+    assert settle(runner, LIMITS, worst) == worst and len(launched) == 3
+    assert captured == [3, 3]

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.cache import BlockPool
+from paceline.collector import collector_paused
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineInfo
@@ -47,9 +48,15 @@ def make_core(config: EngineConfig, *, lookahead: int | None = None) -> EngineCo
     """
     started = time.perf_counter()
     sleep_at_barriers()
-    from paceline.runtime.build import build  # torch takes seconds to import: only where it is needed
+    with collector_paused():
+        from paceline.runtime.build import build  # torch takes seconds to import: only where it is needed
 
-    built = build(config)
+        with collector_paused():  # with what was imported out of its sight
+            return _make_core(config, build(config), lookahead, started)
+
+
+def _make_core(config: EngineConfig, built: Built, lookahead: int | None, started: float) -> EngineCore:
+    """The engine around a device whose making ``started`` then, in seconds of the performance counter."""
     info = EngineInfo(
         model=config.model or "paceline-mini",
         folder=str(built.folder),

@@ -13,12 +13,13 @@ import torch
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.attention import KVCache
-from paceline.models.checkpoint import resolve_folder
+from paceline.models.checkpoint import resolve_dtype, resolve_folder
 from paceline.models.config import Qwen3Config
 from paceline.models.drafter import WHOLE_VOCABULARY, Drafter
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM, make_deterministic
+from paceline.runtime.few_rows import FewRows
 from paceline.runtime.memory import (
     CaptureMemory,
     MemoryPlan,
@@ -28,6 +29,7 @@ from paceline.runtime.memory import (
     kv_bytes,
     plan_memory,
 )
+from paceline.runtime.precompile import precompile
 from paceline.runtime.runner import Runner
 from paceline.runtime.warmup import settle
 from paceline.speculation.config import DEFAULT_MARKOV_CANDIDATES, SpeculativeConfig
@@ -91,6 +93,9 @@ def build(engine: EngineConfig) -> Built:
     config = Qwen3Config.from_pretrained(folder)
     max_model_len = _max_model_len(engine, config)
     limits = _step_limits(engine, max_model_len, on_gpu=device.type == "cuda")
+    if not engine.enforce_eager and not engine.deterministic:
+        dtype = resolve_dtype(engine.dtype, config.dtype, {})
+        FewRows.compile_early(config, device, dtype, engine.block_size)
     model = load_model(
         folder,
         device=device,
@@ -114,12 +119,18 @@ def build(engine: EngineConfig) -> Built:
     rate = _synthetic_rate(engine.speculation, limits.num_drafts)
     parts = _Parts(engine, model, drafter, limits, eos, rate, device, hedging)
     memory = plan_memory(engine, config, None if drafter is None else drafter.config, limits, dtype)
+    if device.type == "cuda":
+        parts.precompile(memory)
+    worst = None
     if engine.num_blocks is None:
-        memory = memory.within(*(given_budget(engine, device) or _measured_budget(parts, memory)))
+        budget = given_budget(engine, device)
+        if budget is None:
+            budget, worst = _measured_budget(parts, memory)
+        memory = memory.within(*budget)
     _log_cache(memory, engine.block_size, max_model_len)
     runner = parts.runner(memory)
     if device.type == "cuda":
-        settle(runner, limits)
+        settle(runner, limits, worst)
         _capture_first(runner)
     logger.info("Engine built in %.2f s on %s, %s", time.perf_counter() - started, device, dtype)
     return Built(
@@ -154,6 +165,19 @@ class _Parts:
     device: torch.device
     hedging: HedgeLimits | None = None
 
+    def precompile(self, memory: MemoryPlan) -> None:
+        """Compile all kernels of a start, if it is the first of its kind on this machine."""
+        drafter, dtype = self.drafter, self.model.embed_tokens.weight.dtype
+        facts = (self.engine, self.model.config, None if drafter is None else drafter.config, dtype)
+        smallest = memory.smallest()
+        precompile(lambda: self.runner(smallest), self.limits, planned=self.planned, facts=facts)
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a verify planner."""
+        speculation = self.engine.speculation
+        return speculation is not None and speculation.verify_planner != "off"
+
     def runner(self, memory: MemoryPlan) -> Runner:
         """Allocate the caches and make the runner."""
         engine, drafter, limits, device = self.engine, self.drafter, self.limits, self.device
@@ -175,20 +199,20 @@ class _Parts:
             draft_window=None if speculation is None else speculation.draft_window,
             captures=_allocate_captures(memory.captures, drafter, engine.block_size),
             synthetic_rate=self.synthetic_rate,
-            predict=speculation is not None and speculation.verify_planner != "off",
+            predict=self.planned,
             rounds="none" if not memory.rounds else "captured" if device.type == "cuda" else "eager",
             hedging=self.hedging,
         )
 
 
-def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
+def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[tuple[int, str], int]:
     """What a GPU has left for the caches, with what steps need measured on a runner made for it, which then
-    goes.
+    goes; and those bytes, without those of graphs.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parts.device)
     runner = parts.runner(memory.smallest())
-    settle(runner, parts.limits)
+    worst = settle(runner, parts.limits)
     steps = free - torch.cuda.mem_get_info(parts.device)[0]
     if runner.rounds is not None:
         steps += len(runner.rounds.missing) * GRAPH_BYTES
@@ -197,7 +221,7 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[int, str]:
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    return budget_left(parts.engine.gpu_memory_utilization, total - free, steps, total)
+    return budget_left(parts.engine.gpu_memory_utilization, total - free, steps, total), worst
 
 
 @torch.inference_mode()

@@ -24,6 +24,7 @@ from paceline.ops.persistent.launch import (
     MAX_QUERIES,
     MAX_ROWS,
     Machine,
+    compile_early,
     matrices_fit,
 )
 from paceline.ops.persistent.phases import Attend, Product, WriteContext
@@ -273,18 +274,18 @@ class FewRows:
         """Whether the kernel can be used at all: compute capability 9.0 or more, bf16, head dimension 128, no
         biases, no windows, and no promise of the same bits from passes of any size.
         """
-        weight, config = model.embed_tokens.weight, model.config
-        return (
-            is_hopper(weight.device)
-            and weight.dtype == torch.bfloat16
-            and can_compile()
-            and config.hidden_size <= MAX_HIDDEN
-            and block_size % KEYS == 0
-            and config.head_dim == HEAD_DIM
-            and not config.attention_bias
-            and not any(layer.self_attn.spec.deterministic for layer in model.decoder_layers())
-            and all(window is None for window in config.windows)
-        )
+        weight = model.embed_tokens.weight
+        varies = not any(layer.self_attn.spec.deterministic for layer in model.decoder_layers())
+        return varies and _can_run(model.config, weight.device, weight.dtype, block_size)
+
+    @staticmethod
+    def compile_early(config: Qwen3Config, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """Begin to compile the kernel, if a model like this can be run by it; the first pass waits for it."""
+        if not _can_run(config, device, dtype, block_size):
+            return
+        grid = torch.cuda.get_device_properties(device).multi_processor_count
+        if matrices_fit(config.hidden_size, [config.intermediate_size, config.q_size], grid):
+            compile_early(config.hidden_size)
 
     def target(self, num_seqs: int, span: int) -> TargetPass | None:
         """The target's pass over spans; None when they do not fit the kernel."""
@@ -334,3 +335,17 @@ class FewRows:
             and num_seqs * kv_heads <= grid
             and matrices_fit(config.hidden_size, [config.intermediate_size, config.q_size], grid)
         )
+
+
+def _can_run(config: Qwen3Config, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
+    """Whether the kernel is for such a model and device, as far as that can be said without weights."""
+    return (
+        is_hopper(device)
+        and dtype == torch.bfloat16
+        and can_compile()
+        and config.hidden_size <= MAX_HIDDEN
+        and block_size % KEYS == 0
+        and config.head_dim == HEAD_DIM
+        and not config.attention_bias
+        and all(window is None for window in config.windows)
+    )

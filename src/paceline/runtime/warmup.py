@@ -42,24 +42,39 @@ EVERYTHING: dict[str, Any] = {
 
 
 @torch.inference_mode()
-def settle(runner: Runner, limits: StepLimits) -> None:
-    """Run what needs most memory on a GPU, and leave so much of it with the allocator, in one piece."""
+def settle(runner: Runner, limits: StepLimits, worst: int | None = None) -> int:
+    """Bring a GPU's allocator to where no step makes it grow: the largest rounds and passes are captured, and
+    what steps need beside them is left with it, in one piece.
+
+    Args:
+        runner: nobody may hold a slot or a block of it yet.
+        limits: of its steps.
+        worst: bytes that steps need, where this was called for another runner with the same options. The
+            steps then do not run again: their kernels are there, and what a runner itself needs it has from
+            the start, apart from pinned memory of the host, which the other has left behind.
+
+    Returns:
+        Bytes that steps need.
+    """
     started = time.perf_counter()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    warm_up(runner, limits)
-    torch.cuda.synchronize()
+    if worst is None:
+        warm_up(runner, limits)
+        torch.cuda.synchronize()
     if runner.rounds is not None:
         runner.rounds.capture_largest()
     if runner.passes is not None:
         runner.passes.capture_largest()
-    worst = int(SLACK * (torch.cuda.max_memory_allocated() - before))
+    if worst is None:
+        worst = int(SLACK * (torch.cuda.max_memory_allocated() - before))
     gc.collect()
     torch.cuda.empty_cache()
     # All of it is freed at once, but the allocator keeps it.
     sizes = [worst, *[SMALL_BYTES] * NUM_SMALL]
     [torch.empty(size, dtype=torch.uint8, device=runner.device) for size in sizes].clear()
     logger.info("Warm-up in %.2f s; %.2f GiB for steps", time.perf_counter() - started, worst / 2**30)
+    return worst
 
 
 def warm_up(runner: Runner, limits: StepLimits) -> None:

@@ -82,9 +82,10 @@ class ListTables:
 
     def _padded(self, ids: Sequence[int] | Ids, width: int) -> Ids:
         """``ids``, which are distinct, followed by others up to ``width``."""
-        free = np.ones(self._vocab_size, dtype=np.bool_)
-        free[np.asarray(ids, dtype=np.int64)] = False
-        return np.concatenate([np.asarray(ids, dtype=np.int64), np.flatnonzero(free)])[:width]
+        given = np.asarray(ids, dtype=np.int64)
+        free = np.ones(width, dtype=np.bool_)  # as many are given as are not free among the first, at least
+        free[given[given < width]] = False
+        return np.concatenate([given, np.flatnonzero(free)])[:width]
 
 
 def suffix_hashes(tokens: Tensor) -> Tensor:

@@ -1,20 +1,28 @@
 """CUDA C++ compiled at run time by NVRTC, which comes with torch: a user needs no compiler.
 
-Compiled code is kept on disk, by source, options, compiler and device.
+Compiled code is kept on disk, by source, options, compiler and device. Compiling takes many seconds and no
+interpreter lock: it can be started before the code is needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import cache
+from threading import Lock, Thread
 from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError, EngineDeadError
 from paceline.ops.folders import cache_folder
+
+logger = logging.getLogger(__name__)
 
 
 def can_compile() -> bool:
@@ -83,29 +91,65 @@ class CudaKernel:
 
 
 def compiled(source: str, defines: Mapping[str, int]) -> bytes:
-    """Machine code of ``source`` for the current device, from the cache where it is there."""
-    from cuda.bindings import nvrtc
+    """Machine code of ``source`` for the current device, from the cache where it is there.
 
+    Raises:
+        ConfigError: it does not compile.
+    """
+    return start_compiling(source, defines).result()
+
+
+def start_compiling(source: str, defines: Mapping[str, int]) -> Future[bytes]:
+    """Begin to compile ``source`` for the current device in a thread of its own; only once in a process.
+
+    The thread is waited for when Python exits: code that is nearly there is kept for the next start.
+    """
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}", "-std=c++17"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    with _lock:  # not to begin it twice
+        return _begun(source, tuple(options))
+
+
+_lock = Lock()
+
+
+@cache
+def _begun(source: str, options: tuple[str, ...]) -> Future[bytes]:
+    code: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            code.set_result(_read_or_compile(source, options))
+        except BaseException as error:
+            code.set_exception(error)
+
+    Thread(target=run, name="compile CUDA source").start()
+    return code
+
+
+def _read_or_compile(source: str, options: tuple[str, ...]) -> bytes:
+    from cuda.bindings import nvrtc
+
     version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((source, list(options), version)).encode()).hexdigest()[:32]
     path = cache_folder("cubin") / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
+    started = time.perf_counter()
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status[0]) != 0:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise ConfigError(f"CUDA source does not compile with {options}: {log.decode()}")
+        raise ConfigError(f"CUDA source does not compile with {list(options)}: {log.decode()}")
     code: bytes = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(code)
     unfinished.replace(path)  # whole or not at all: engines may start side by side
+    logger.info("Compiled the kernel for few rows in %.2f s", time.perf_counter() - started)
     return code
 
 

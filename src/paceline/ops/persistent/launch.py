@@ -11,8 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from paceline.ops.ahead import compiles_only
 from paceline.ops.layout import RowLayout
-from paceline.ops.persistent.compiler import CudaKernel
+from paceline.ops.persistent.compiler import CudaKernel, start_compiling
 from paceline.ops.persistent.flow import Range, awaited, blank_at_first, ranges
 from paceline.ops.persistent.phases import Attend, Phase, Product
 
@@ -66,7 +67,7 @@ class Machine:
 
     def __init__(self, device: torch.device, hidden_size: int) -> None:
         self.grid = torch.cuda.get_device_properties(device).multi_processor_count
-        self.max_chunks = next(n for n in _CHUNKS if hidden_size <= n * _CHUNK_UNITS * _UNIT)
+        self.max_chunks = _max_chunks(hidden_size)
         self.barrier = torch.zeros(1, dtype=torch.int32, device=device)
         self.parts = torch.empty(self.grid, MAX_QUERIES, HEAD_DIM, device=device)
         self.peaks = torch.empty(self.grid, MAX_QUERIES, 2, device=device)
@@ -118,6 +119,8 @@ class Launch:
 
     def __call__(self, layout: RowLayout) -> None:
         """Launch on torch's current stream."""
+        if compiles_only():  # the kernel is one for all phases: somebody waits for it soon enough
+            return
         phases = self._phases.data_ptr()
         rows = _Rows(
             layout.slots.data_ptr(),
@@ -240,15 +243,30 @@ class _Scratch(ctypes.Structure):
     ]
 
 
+def compile_early(hidden_size: int) -> None:
+    """Begin to compile the kernel's variant for a model, for the current device; its first launch waits."""
+    start_compiling(*_source(_max_chunks(hidden_size)))
+
+
 @cache
 def _kernel(max_chunks: int, device: int) -> CudaKernel:
     """A variant of the kernel, loaded on a device: the current one."""
     assert device == torch.cuda.current_device()
-    source = files("paceline.ops.persistent").joinpath("kernel.cu").read_text()
+    source, defines = _source(max_chunks)
+    return CudaKernel(source, "run_phases", defines, _RING_BYTES + _REST_BYTES)
+
+
+def _max_chunks(hidden_size: int) -> int:
+    """The kernel's variant."""
+    return next(n for n in _CHUNKS if hidden_size <= n * _CHUNK_UNITS * _UNIT)
+
+
+def _source(max_chunks: int) -> tuple[str, dict[str, int]]:
+    """A variant's source and macros."""
     defines = {
         "RING_BYTES": _RING_BYTES,
         "WINDOW_BYTES": _WINDOW_BYTES,
         "CHUNK_UNITS": _CHUNK_UNITS,
         "MAX_CHUNKS": max_chunks,
     }
-    return CudaKernel(source, "run_phases", defines, _RING_BYTES + _REST_BYTES)
+    return files("paceline.ops.persistent").joinpath("kernel.cu").read_text(), defines
