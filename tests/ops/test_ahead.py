@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import Thread, current_thread, get_ident
 from typing import Any
 
 import pytest
@@ -32,7 +32,14 @@ class LaunchedError(Exception):
 
 
 class Hopper:
-    """A GPU to compile for, on which nothing can run."""
+    """A GPU to compile for, on which nothing can run.
+
+    Attributes:
+        launchers: made by threads that compile, so far.
+    """
+
+    def __init__(self) -> None:
+        self.launchers = 0
 
     def get_current_target(self) -> Any:
         return triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -43,8 +50,12 @@ class Hopper:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def launcher_cls(self, *args: Any) -> None:
-        raise LaunchedError
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        """See ``triton.backends.driver.GPUDriver``; the first that a launch asks for."""
+        assert source.fn in (double_kernel, broken_kernel) and metadata.num_warps
+        if not current_thread().name.startswith("ThreadPoolExecutor"):
+            raise LaunchedError
+        self.launchers += 1
 
 
 @pytest.fixture
@@ -74,6 +85,7 @@ def test_launches_compile_elsewhere_and_do_not_run(compiled_by: list[int]) -> No
         for size in (4, 8, 4, 8):
             launch(double_kernel, x, size)
     assert count == [2] and len(compiled_by) == 2 and get_ident() not in compiled_by
+    assert triton.runtime.driver.active.launchers == 2
     assert not compiles_only()
     for size in (4, 8):
         with pytest.raises(LaunchedError):  # at once, and for good

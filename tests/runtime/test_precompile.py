@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 import torch
 
 import paceline
+from paceline.models.attention import DenseCausalContext
+from paceline.models.loader import load_model
 from paceline.runtime import precompile as module
 from paceline.runtime.memory import StepLimits
 from paceline.runtime.precompile import precompile
 from paceline.runtime.runner import Runner
+from support.engines import GOLDEN
 
 LIMITS = StepLimits(
     max_num_seqs=100, max_num_batched_tokens=2048, max_model_len=512, max_logprobs=20, num_drafts=7
@@ -94,6 +98,24 @@ def test_a_changed_source_is_another_kernel(
         source.write_text(text)
         starts.start()
         assert starts.gone_through == count
+
+
+def test_layers_that_are_alike_run_once() -> None:
+    model = load_model(GOLDEN / "qwen3_tiny", device="cpu", dtype="float32")
+    layers = model.decoder_layers()
+    assert len(layers) > 2
+    layers[1].self_attn.spec = replace(layers[1].self_attn.spec, window=4)
+    ran: list[int] = []
+    for i, layer in enumerate(layers):
+        layer.mlp.register_forward_hook(lambda *_, i=i: ran.append(i))
+    rows = torch.arange(6)[None], torch.arange(6)[None]
+    want = model(*rows, DenseCausalContext()).hidden
+    assert ran == list(range(len(layers)))
+    ran.clear()
+    with module._once_each(layers):
+        model(*rows, DenseCausalContext(), taps=(0, len(layers) - 1))
+    assert ran == [0, 1]
+    assert torch.equal(model(*rows, DenseCausalContext()).hidden, want)
 
 
 COUNTS = {1: [7], 2: [7], 4: [7], 8: [7], 16: [2, 4, 7], 32: [2, 7], 64: [2, 4, 7], 100: [2, 7]}

@@ -1,7 +1,8 @@
 """Compiling kernels before they are needed, side by side.
 
 Triton compiles a kernel when it is first launched, and whoever launches it waits. Here launches compile and
-do nothing else: work is run once for the kernels it asks for, and all of them compile in threads meanwhile.
+do nothing else: work is run once for the kernels it asks for, and all of them compile in threads meanwhile,
+and so do the C functions that launch them, which Triton 3.6 leaves to the C compiler one by one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def compile_only() -> Iterator[list[int]]:
     count: list[int] = []
     with (
         _lock,
-        ThreadPoolExecutor() as threads,
+        _Compilers() as threads,
         triton.AsyncCompileMode(threads, ignore_errors=True) as mode,
     ):
         _thread = get_ident()
@@ -58,6 +59,21 @@ def compile_only() -> Iterator[list[int]]:
             del JITFunction.__getitem__  # the inherited one is back
             _thread = None
             count.append(len(mode.future_kernels))
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile a kernel and what launches it."""
+
+    def submit(self, compile_kernel: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See :meth:`Executor.submit`."""
+        from triton.runtime import driver
+
+        def compile_both() -> Any:
+            kernel = compile_kernel(*args, **kwargs)
+            driver.active.launcher_cls(kernel.src, kernel.metadata)  # kept on disk
+            return kernel
+
+        return super().submit(compile_both)
 
 
 def _launcher(kernel: Any, grid: Any) -> Callable[..., Any]:

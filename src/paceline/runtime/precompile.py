@@ -11,12 +11,15 @@ import gc
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 import paceline
+from paceline.models.attention import AttentionSpec
+from paceline.models.qwen3 import DecoderLayer
 from paceline.ops.ahead import compile_only
 from paceline.runtime.memory import StepLimits
 from paceline.runtime.plan import Span, StepPlan
@@ -72,15 +75,38 @@ def _compile(make: Callable[[], Runner], limits: StepLimits, *, planned: bool) -
 
 @torch.inference_mode()
 def go_through(runner: Runner, limits: StepLimits, *, planned: bool) -> None:
-    """Run and capture all that a start does."""
-    warm_up(runner, limits)
-    if runner.rounds is None or runner.passes is None:
-        return
-    for part in (runner.rounds, runner.passes):
-        part.capture_largest()
-        part.capture_first()
-    for plan in _timed(runner, limits) if planned else ():
-        runner.launch(plan)
+    """Run and capture all that a start does, and a first short prompt."""
+    with _once_each(runner.model.decoder_layers()):
+        warm_up(runner, limits)
+        if runner.rounds is None or runner.passes is None:
+            return
+        for part in (runner.rounds, runner.passes):
+            part.capture_largest()
+            part.capture_first()
+        for plan in _timed(runner, limits) if planned else ():
+            runner.launch(plan)
+        for propose in {False, limits.num_drafts > 0}:
+            runner.launch(StepPlan(0, spans=[Span(0, 2, propose=propose)], max_context=limits.max_model_len))
+
+
+@contextmanager
+def _once_each(layers: Sequence[DecoderLayer]) -> Iterator[None]:
+    """Of layers that differ in their weights only, the first is run: the others would launch the same
+    kernels.
+    """
+    seen: set[AttentionSpec] = set()
+    repeated = []
+    for layer in layers:
+        spec = layer.self_attn.spec
+        repeated += [layer] if spec in seen else []
+        seen.add(spec)
+    for layer in repeated:
+        layer.forward = lambda x, residual, *_: (x, residual)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in repeated:
+            del layer.forward
 
 
 def _timed(runner: Runner, limits: StepLimits) -> Iterator[StepPlan]:
