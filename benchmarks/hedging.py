@@ -158,10 +158,10 @@ def measure_capacity(output_len: int, limit_s: float) -> list[dict[str, Any]]:
     """Steady traffic with every row of a step in use: seconds with and without hedges, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         core = make_core(speed_engine(folder))
+        tokenizer = Tokenizer.from_folder(Path(core.info.folder))
     scheduler, hedger, size = core.scheduler, core.scheduler.hedger, max(SPEED_SIZES)
     assert hedger is not None
     scheduler.planner = None
-    tokenizer = Tokenizer.from_folder(Path(core.info.folder))
     prompts = [tokenizer.encode(text) for text in read_prompts(None)]
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     traffic = SteadyTraffic(core, prompts, 2 * size, params)

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from paceline.bench.geometry import geometry_folder
+from paceline.cache import sharing
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.models.attention import DenseCausalContext
-from paceline.runtime import graphs, sharing
+from paceline.runtime import graphs
 from paceline.runtime.plan import Span
 from paceline.runtime.runner import Runner
+from paceline.runtime.sharing import group_values
 from paceline.sampling.params import SamplingParams
 from support.engines import GOLDEN, complete, golden_cases, golden_prompts, tokens_of
 
@@ -102,7 +104,7 @@ def test_same_tokens_from_shared_prefixes(drafter: str | None, monkeypatch: pyte
     found = []
 
     def spied(spans: Sequence[Span], num_seqs: int) -> np.ndarray | None:
-        found.append(sharing.group_values(spans, num_seqs))
+        found.append(group_values(spans, num_seqs))
         return found[-1]
 
     monkeypatch.setattr(graphs, "group_values", spied)

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rounds import Shallow, generic_core, round_core
 
+from paceline.cache import sharing
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineRequest
 from paceline.proving.drive import RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime import graphs, sharing
+from paceline.runtime import graphs
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import Span
 from paceline.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cache import BlockPool
+from paceline.cache import BlockPool, sharing
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
@@ -25,7 +25,7 @@ from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.proving.drive import Round, RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime import graphs, sharing
+from paceline.runtime import graphs
 from paceline.runtime.graphs import RoundSet, tiers
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
@@ -460,3 +460,22 @@ def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
     assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
     assert shallow.survival.slope > 0, "the drafter was taught what it says"
     assert runner.num_draft_failures == 0
+
+
+def test_a_round_has_the_rows_that_are_needed() -> None:
+    """Where nobody plans: fewer than all places have, when some are empty or have fewer drafts."""
+    rounds = runner_of(round_core("dspark_tiny_b7", 0, slots=24)).rounds
+    assert rounds is not None and rounds.draft_counts[24] == [3, 5, 7]
+
+    def rows(drafts: list[int], depth: int | None = None, chains: int = 0) -> int:
+        spans = [Span(i, n + 1, n, propose=True, chains=chains) for i, n in enumerate(drafts)]
+        shape = rounds._shape(spans, "greedy", depth)
+        assert shape.num_drafts == 7
+        return shape.num_rows
+
+    assert rows([7] * 24) == 24 * 8
+    assert rows([7] * 18) == rows([7] * 17 + [0]) == 24 * 6 == 18 * 8
+    assert rows([7] * 18 + [0]) == 24 * 8
+    assert rows([7] * 4 + [1] * 20) == 24 * 4
+    assert rows([7] * 18, depth=7) == 24 * 8, "who plans has chosen"
+    assert rows([7] * 18, chains=3) == 24 * 8, "chains go with all drafts"

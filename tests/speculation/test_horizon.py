@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cache import sharing
 from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineRequest
 from paceline.sampling.params import SamplingParams
@@ -16,7 +17,7 @@ from paceline.speculation.costs import Measured, Round, RoundCosts
 from paceline.speculation.decision import Batch
 from paceline.speculation.horizon import FloatArray, finish_seconds, long_run_rates
 from paceline.speculation.survival import LIVES, PRIOR_SPREAD, Survival
-from support.engines import golden_core, golden_prompts
+from support.engines import complete, golden_core, golden_prompts
 from support.round_world import h200_seconds
 
 FLAT = np.array([[1.0] * 4, [2.0] * 4])
@@ -195,6 +196,24 @@ def watched(**options: Any) -> tuple[EngineCore, list[Batch]]:
     decide = planner.decide
     planner.decide = lambda batch: seen.append(batch) or decide(batch)  # type: ignore
     return core, seen
+
+
+@pytest.mark.parametrize("shares_keys", [False, True])
+def test_keys_that_a_round_reads_once_count_once(shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences behind one prefix of two blocks, and one without; then only two are left."""
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 2 * 32)
+    core, seen = watched(max_num_seqs=8)
+    assert core.scheduler.planner is not None
+    core.scheduler.planner.costs.shares_keys = shares_keys
+    prefix = list(range(1, 33))
+    complete(core, [[*prefix, 5]], SamplingParams(temperature=0.0, max_tokens=1))
+    seen.clear()
+    prompts = [[*prefix, 40, 41, 42], [*prefix, 50, 51, 52], [*prefix, 60, 61, 62], [7, 8, 9]]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (40, 40, 8, 40)]
+    complete(core, prompts, params)
+    whole, fewer = ([batch for batch in seen if len(batch.slots) == n] for n in (4, 3))
+    assert whole[0].context == (3 * 35 + 3 - (2 * 32 if shares_keys else 0)) / 4
+    assert fewer[1].context > (2 * 35 + 3) / 3, "two save too little"
 
 
 def test_who_waits_though_there_are_slots_is_a_queue() -> None:

@@ -111,7 +111,8 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
         logger.info("Verify planner: off, sequences here are too short to time rounds with")
         return None
     logger.info("Verify planner: %d rounds timed in %.2f s", len(measured), time.perf_counter() - started)
-    costs = RoundCosts(measured, built.num_drafts, tiers, built.hedging)
+    shares_keys = tiers is not None and rounds is not None and rounds.together
+    costs = RoundCosts(measured, built.num_drafts, tiers, built.hedging, shares_keys=shares_keys)
     odds = None if built.hedging is None or speculation.hedge_auto else ChainOdds(built.hedging.positions)
     return Planner(costs, Survival(built.max_num_seqs, built.num_drafts), odds)
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from paceline.cache import BlockPool, SequenceBlocks
-from paceline.cache.sharing import shared_groups
+from paceline.cache.sharing import saves_enough, shared_groups
 from paceline.engine.draft_choice import add_chains, teach
 from paceline.engine.planned import DraftLimits, Entry, PlannedStep, Progress
 from paceline.engine.sequence import Sequence, Status
@@ -87,6 +87,7 @@ class Scheduler:
         self._vacancies = Vacancies()
         self._started = self._ended = 0  # sequences, since ``_vacancies`` was told
         self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
+        self._keys_shared = 0  # readings of tokens' keys that attending to these once saves
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -197,11 +198,14 @@ class Scheduler:
         """
         if self._groups is None:
             groups = shared_groups([s.blocks.ids for s in self._running])
+            size = self.pool.block_size
             self._groups = {
-                self._running[member].slot: (i + 1, group.num_blocks * self.pool.block_size)
+                self._running[member].slot: (i + 1, group.num_blocks * size)
                 for i, group in enumerate(groups)
                 for member in group.members
             }
+            worth = [g for g in groups if saves_enough(len(g.members), g.num_blocks * size)]
+            self._keys_shared = size * sum(group.saved for group in worth)
         if not self._groups and not step.plan.inits:
             return
         alone = len(self._groups) + 1
@@ -219,13 +223,20 @@ class Scheduler:
             slots=[s.slot for s in sequences],
             available=[self._drafts_in_place(s) for s in sequences],
             can_draft=[s.can_draft for s in sequences],
-            context=sum(s.scheduled for s in sequences) / max(len(sequences), 1),
+            context=self._context(sequences),
             row_limit=self.max_num_batched_tokens - len(sequences),
             left=[s.tokens_left for s in sequences],
             coming=[s.tokens_left for s in (*prefilling, *(() if refilled else arrived))],
             refilled=refilled,
             **self._offered(sequences),
         )
+
+    def _context(self, sequences: list[Sequence]) -> float:
+        """Tokens whose keys a round reads, on average of a sequence; what is shared, as of the last step."""
+        tokens = sum(s.scheduled for s in sequences)
+        if self.planner is not None and self.planner.costs.shares_keys:
+            tokens = max(tokens - self._keys_shared, 0)
+        return tokens / max(len(sequences), 1)
 
     def _offered(self, decoding: list[Sequence]) -> dict[str, int]:
         """Chains the planner may have beside all drafts; none where a controller tries how many pay."""

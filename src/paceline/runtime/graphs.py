@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from paceline.cache.sharing import saves_enough
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops.early import early_launches
@@ -43,7 +44,7 @@ from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.plan import Span
 from paceline.runtime.round import DecodeRound, RoundShape
-from paceline.runtime.sharing import NUM_VALUES, attends_together, group_values, saves_enough
+from paceline.runtime.sharing import NUM_VALUES, attends_together, group_values
 from paceline.runtime.staging import Staging
 from paceline.runtime.state import SlotState
 from paceline.sampling.state import FIXED_KINDS, FixedKind
@@ -141,6 +142,7 @@ class RoundSet:
 
     Attributes:
         captured: the same.
+        together: whether rounds of many sequences read keys that these have in common only once.
         where: where captures are made, if they are.
         draft_counts: by size, the drafts per sequence that rounds are captured for beside none.
         missing: shapes that are still to be captured, the next one last.
@@ -176,7 +178,7 @@ class RoundSet:
         self._sizes = tiers(max_num_seqs)
         self.draft_counts = {size: draft_counts(size, self._num_drafts) for size in self._sizes}
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
-        self._together = attends_together(model)
+        self.together = attends_together(model)
         self._max_model_len = max_model_len
         self._staging = Staging(6 * max_num_seqs + 3 + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
@@ -329,7 +331,7 @@ class RoundSet:
         """Whether a round may attend to common keys once. Few rows have their own pass, few sequences never
         save enough, and chains and the rarer parameters do without: each such round is one more to capture.
         """
-        able = self._together and not shape.places and shape.kind != "full"
+        able = self.together and not shape.places and shape.kind != "full"
         enough = saves_enough(shape.num_seqs, self._max_model_len)
         return able and enough and shape.num_rows > MAX_ROWS
 
@@ -383,7 +385,11 @@ class RoundSet:
         size = next(size for size in sizes if size >= len(spans))
         if mean == 0:
             return RoundShape.even(size, 0, any(span.propose for span in spans), able)
-        count = next(count for count in self.draft_counts[size] if count >= mean)
+        counts = self.draft_counts[size]
+        count = next(count for count in counts if count >= mean)
+        if depth is None and not chains and able != "full":  # nobody has looked how many rows there are to be
+            rows = len(spans) + sum(span.drafts for span in spans)
+            count = next(count for count in counts if size * (count + 1) >= rows)
         shape = self._packed(size, count, True, able)
         return self._with_chains(shape, size, chains if count == self._num_drafts else 0)
 

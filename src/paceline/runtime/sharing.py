@@ -13,13 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from paceline.cache.sharing import saves_enough
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import CommonKeys
 from paceline.runtime.plan import Span
-
-MIN_SAVED_TOKENS = 48 * 1024
-"""Readings of a token's keys that a group must save (32 query heads, 8 key heads of 128, one H200: 32
-sequences on 1,536 tokens are about where it begins to pay)."""
 
 MAX_GROUPS = 8
 NUM_VALUES = 3 * (MAX_GROUPS + 1) + 1
@@ -30,11 +27,6 @@ def attends_together(model: Qwen3ForCausalLM) -> bool:
     """Whether attention makes use of common keys: not where it is deterministic, nor behind a window."""
     specs = [layer.self_attn.spec for layer in model.decoder_layers()]
     return not any(spec.deterministic or spec.window is not None for spec in specs)
-
-
-def saves_enough(num_seqs: int, common: int) -> bool:
-    """Whether so many sequences with ``common`` tokens are worth an attention of their own."""
-    return (num_seqs - 1) * common >= MIN_SAVED_TOKENS
 
 
 def group_values(spans: Sequence[Span], num_seqs: int) -> np.ndarray | None:

@@ -103,6 +103,7 @@ class RoundCosts:
             smallest size and count that hold it. None where a round is of exactly the size needed.
         hedging: what there may be of hedge chains. Their rows are taken to cost what rows of drafts do, until
             rounds that have some are seen.
+        shares_keys: whether rounds read keys that many sequences have in common only once.
     """
 
     def __init__(
@@ -111,8 +112,11 @@ class RoundCosts:
         num_drafts: int,
         tiers: Mapping[int, Sequence[int]] | None = None,
         hedging: HedgeLimits | None = None,
+        *,
+        shares_keys: bool = False,
     ) -> None:
         self._hedging = hedging
+        self.shares_keys = shares_keys
         self.num_drafts = num_drafts
         self._tiers = None if tiers is None else {size: tuple(tiers[size]) for size in sorted(tiers)}
         self._tier_sizes = () if self._tiers is None else tuple(self._tiers)

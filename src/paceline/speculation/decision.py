@@ -18,7 +18,7 @@ class Batch:
         slots: who they are.
         available: drafts in place for each.
         can_draft: whether its draft state is there.
-        context: mean tokens of context.
+        context: tokens whose keys a round reads, on average of a sequence.
         row_limit: drafts the step has rows for, over all sequences.
         left: most tokens each may still commit.
         coming: the same of sequences that are about to decode beside them.
@@ -53,7 +53,7 @@ class Decision:
         expected: tokens the round should commit.
         baseline: of these, those an exploring round was not paid to find out about.
         worth: tokens that a second is worth, where a trial must pay for itself.
-        context: mean tokens of context of the sequences.
+        context: of the sequences, as in :class:`Batch`.
         hedge: whether hedge chains may run; which do is chosen elsewhere.
     """
 
