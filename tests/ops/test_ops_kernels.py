@@ -775,10 +775,15 @@ def test_attention_refuses_what_it_has_no_kernel_for(kernels: Any) -> None:
 def test_few_tiles_are_split_and_many_are_not(kernels: Any) -> None:
     from paceline.ops.triton.attention_config import choose_config, common_config
 
-    def cut(spans: list[tuple[int, int]], max_context: int = 32768) -> tuple[int, int, int]:
+    def cut(
+        spans: list[tuple[int, int]], max_context: int = 32768, span: int | None = None, spare_rows: int = 0
+    ) -> tuple[int, int, int]:
         layout = make_scene(spans).layout
-        layout.host_max_context = max_context
-        config = choose_config(layout, sum(layout.host_rows), 4, 8, torch.bfloat16, num_processors=132)
+        layout.host_max_context, layout.host_span = max_context, span
+        num_rows = sum(layout.host_rows) + spare_rows
+        if span is not None:
+            layout.host_rows = (num_rows,) * len(spans)
+        config = choose_config(layout, num_rows, 4, 8, torch.bfloat16, num_processors=132)
         return config.block_m, config.num_splits, config.num_stages
 
     assert cut([(1000, 1)], 1024) == (16, 4, 3)  # bounded by the keys worth a split
@@ -789,6 +794,10 @@ def test_few_tiles_are_split_and_many_are_not(kernels: Any) -> None:
     assert cut([(1, 1)] * 48) == (16, 1, 3)
     assert cut([(1, 1)] * 64) == (16, 1, 2)  # four on a processor
     assert cut([(0, 1024)]) == (128, 1, 3)
+    # rows that a few spans may have do not cut everybody's tiles, nor leave the device empty
+    assert cut([(1000, 16)], span=8, spare_rows=56) == (32, 16, 3)
+    assert cut([(1, 1)] * 7 + [(1, 40)], span=1) == (16, 4, 3)
+    assert cut([(1, 5)] * 128, span=8, spare_rows=128) == (64, 1, 3)
 
     def splits(rows: int) -> int:
         return common_config(rows, 4, 8, torch.bfloat16, num_processors=132).num_splits

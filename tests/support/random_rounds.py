@@ -208,7 +208,7 @@ def run_both(
 ) -> tuple[int, int]:
     """Run the same rounds on both, which must report the same: log-probabilities bit for bit when ``exact``,
     else about, and then the state they keep as well. Returns how many rounds had spans with fewer drafts
-    beside others with more, and how many did not verify all that there were. Some must have run rows of
+    beside others with more, and how many did not verify all that there were. Of many, some must have run rows of
     prompts, unless there were few.
     """
     mixed = packed = prompts = 0
@@ -230,5 +230,5 @@ def run_both(
         prompts += None not in first.rounds.with_prompts(plan.spans, kinds, plan.depth) and None in kinds
         mixed += len({span.drafts for span in plan.spans if span.drafts}) > 1
         packed += any(span.drafts > done.verified for span, done in zip(plan.spans, ours, strict=True))
-    assert prompts > 0 or count < 100 or rounds.shape.hedge, "prompts beside sequences that decode"
+    assert prompts > 0 or count < 1000, "prompts beside sequences that decode"
     return mixed, packed

@@ -69,7 +69,10 @@ def choose_config(
     packed = (layout.host_span or max(layout.host_rows)) * group
     largest = max(64 if wide or packed <= 64 else 128, group)
     block_m = triton.next_power_of_2(max(16, min(packed, largest)))
-    programs = num_tiles(layout, num_rows, block_m // group) * num_kv_heads
+    # Of spans that are bounded for the sake of a few, most are one tile, and rows that are nobody's none.
+    bounded = layout.host_span is not None
+    tiles = len(layout.host_rows) if bounded else num_tiles(layout, num_rows, block_m // group)
+    programs = tiles * num_kv_heads
     fill = 2 * num_processors // max(programs, 1)
     enough = -(-layout.host_max_context // MIN_SPLIT_KEYS)
     num_splits = max(1, min(fill, enough, MAX_SPLITS))
