@@ -6,8 +6,8 @@
 Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a synthetic accept length of
 3.52, every draft verified); ``planned`` and ``planned-dflash`` are with the verify planner; ``deterministic``
 is ``plain`` with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens
-with and without the drafter; ``startup`` starts a server-like process twice without the planner, and twice
-with it. Each part runs in a process of its own and writes ``FOLDER/targets_PART.json`` row by row, so that a
+with and without the drafter; ``startup`` starts a server-like process on empty caches of compiled code, then
+twice more, and twice without the planner. Each part runs in a process of its own and writes ``FOLDER/targets_PART.json`` row by row, so that a
 part that fails or is cut keeps what it has.
 Decode rounds are captured when they are first needed, in a run that is not timed; for ``planned`` all of them
 before, since nobody knows which depths will be chosen. A part takes about a minute on an H200. ``--small``
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,7 @@ DRAFTERS = {
 PARTS = (*DRAFTERS, "real", "startup")
 ROWS = ("decode", "prefill", "prefix", "rounds")
 SHAPES = [(1, 128, 512), (1, 4000, 256), (8, 128, 512), (32, 128, 256), (64, 1024, 256), (128, 1024, 256)]
+STARTS = ("first", "again", "once more")
 SMALL_SHAPES = [(1, 32, 24), (4, 32, 24)]
 
 
@@ -220,10 +222,12 @@ def main() -> int:
     if part in DRAFTERS:
         run_random(results, part, args, sizes, batches)
     elif part == "startup":
-        for planner, drafter in (("off", "dspark"), ("auto", "planned")):
-            for again in ("first", "again"):
-                name = f"start, planner {planner}, {again}"
-                results.measure(name, partial(measure_startup, engine_of(drafter, args.small)))
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = os.environ["TRITON_CACHE_DIR"] = folder
+            for planner, drafter, starts in (("auto", "planned", STARTS), ("off", "dspark", STARTS[:2])):
+                for when in starts:
+                    name = f"start, planner {planner}, {when}"
+                    results.measure(name, partial(measure_startup, engine_of(drafter, args.small)))
     elif not args.small:
         run_real(results, args.repeats)
     return int(any("error" in row for row in results.rows))

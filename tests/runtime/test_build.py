@@ -14,7 +14,9 @@ from paceline.config import EngineConfig
 from paceline.engine.factory import make_core
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import Qwen3Config
+from paceline.models.loader import load_model
 from paceline.runtime import build, few_rows
+from paceline.runtime.memory import StepLimits
 from support.engines import GOLDEN, golden_core
 
 
@@ -96,3 +98,18 @@ def test_it_is_begun_for_models_it_can_run(
     few_rows.FewRows.compile_early(config, gpu, torch.bfloat16, 8)
     few_rows.FewRows.compile_early(config, cpu, torch.bfloat16, 16)
     assert asked == begun
+
+
+def test_what_compiled_kernels_are_noted_under() -> None:
+    """Options that choose no kernel may change without a start that looks for kernels again."""
+    model = load_model(GOLDEN / "qwen3_tiny", device="cpu", dtype="float32")
+
+    def facts(max_num_seqs: int = 2, **options: Any) -> tuple[object, ...]:
+        engine = EngineConfig.of(model=str(GOLDEN / "qwen3_tiny"), device="cpu", **options)
+        limits = StepLimits(max_num_seqs, max_num_batched_tokens=32, max_model_len=64, max_logprobs=5)
+        return build._Parts(engine, model, None, limits, (), None, torch.device("cpu")).kernel_facts
+
+    assert facts() == facts(seed=7) == facts(num_blocks=20) == facts(gpu_memory_utilization=0.5)
+    assert repr(facts()) == repr(facts(enable_prefix_caching=False))
+    others = [facts(max_num_seqs=3), facts(block_size=64), facts(deterministic=True)]
+    assert len({repr(found) for found in (facts(), *others)}) == 4

@@ -207,9 +207,9 @@ def run_both(
     first: Runner, second: Runner, rounds: RandomRounds, count: int, *, exact: bool
 ) -> tuple[int, int]:
     """Run the same rounds on both, which must report the same: log-probabilities bit for bit when ``exact``,
-    else about, and then the state they keep as well. Returns how many rounds had spans with fewer drafts
-    beside others with more, and how many did not verify all that there were. Of many, some must have run rows of
-    prompts, unless there were few.
+    else about, and then the state they keep as well. Of many rounds some must have run rows of prompts.
+    Returns how many rounds had spans with fewer drafts beside others with more, and how many did not verify
+    all that there were.
     """
     mixed = packed = prompts = 0
     assert first.rounds is not None

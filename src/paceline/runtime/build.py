@@ -167,10 +167,27 @@ class _Parts:
 
     def precompile(self, memory: MemoryPlan) -> None:
         """Compile all kernels of a start, if it is the first of its kind on this machine."""
-        drafter, dtype = self.drafter, self.model.embed_tokens.weight.dtype
-        facts = (self.engine, self.model.config, None if drafter is None else drafter.config, dtype)
         smallest = memory.smallest()
-        precompile(lambda: self.runner(smallest), self.limits, planned=self.planned, facts=facts)
+        precompile(lambda: self.runner(smallest), self.limits, planned=self.planned, facts=self.kernel_facts)
+
+    @property
+    def kernel_facts(self) -> tuple[object, ...]:
+        """What decides which kernels a start runs. Something left out would cost time, and nothing else."""
+        engine, drafter, speculation = self.engine, self.drafter, self.engine.speculation
+        return (
+            self.model.config,
+            None if drafter is None else drafter.config,
+            self.model.embed_tokens.weight.dtype,
+            self.limits,
+            self.hedging,
+            self.planned,
+            engine.block_size,
+            engine.deterministic,
+            engine.enforce_eager,
+            None if speculation is None else (speculation.draft_state, speculation.draft_window),
+            None if speculation is None else speculation.markov_candidates,
+            self.synthetic_rate is None,
+        )
 
     @property
     def planned(self) -> bool:
