@@ -7,8 +7,8 @@ Parts: ``plain``, ``dspark`` and ``dflash`` run random weights (drafters with a 
 3.52, every draft verified); ``planned`` and ``planned-dflash`` are with the verify planner; ``deterministic``
 is ``plain`` with ``--deterministic``; ``real`` inflates the bundled pair to that geometry and compares tokens
 with and without the drafter; ``startup`` starts a server-like process on empty caches of compiled code, then
-twice more, and twice without the planner. Each part runs in a process of its own and writes ``FOLDER/targets_PART.json`` row by row, so that a
-part that fails or is cut keeps what it has.
+twice more, and twice without the planner. Each part runs in a process of its own and writes
+``FOLDER/targets_PART.json`` row by row, so that a part that fails or is cut keeps what it has.
 Decode rounds are captured when they are first needed, in a run that is not timed; for ``planned`` all of them
 before, since nobody knows which depths will be chosen. A part takes about a minute on an H200. ``--small``
 runs all but ``real`` on the bundled pair on a CPU, to try the script.
