@@ -327,7 +327,7 @@ def test_heads_of_a_row_are_the_same_bit_for_bit_in_any_company(kernels: Any, ke
             assert torch.equal(got, part[start:end])
 
 
-@pytest.mark.parametrize(("num_seqs", "num_drafts"), [(1, 1), (3, 7), (70, 4), (130, 15)])
+@pytest.mark.parametrize(("num_seqs", "num_drafts"), [(1, 1), (3, 7), (66, 15)])
 def test_rows_go_to_the_likeliest_drafts(kernels: Any, num_seqs: int, num_drafts: int) -> None:
     slots = torch.randperm(140, device=DEVICE)[:num_seqs].to(torch.int32)
     limits = torch.randint(-1, num_drafts + 1, (num_seqs,), dtype=torch.int32, device=DEVICE)
@@ -339,13 +339,15 @@ def test_rows_go_to_the_likeliest_drafts(kernels: Any, num_seqs: int, num_drafts
     for num_rows in {given, given + 1, given + wanted // 2, given + wanted, 4000}:
         drafts = kernels.allot_drafts(slots, limits, leads, chances, num_rows)
         assert torch.equal(drafts, reference.allot_drafts(slots, limits, leads, chances, num_rows))
-        shuffled = slots[order], limits[order], leads[order]
-        assert torch.equal(drafts[order], kernels.allot_drafts(*shuffled, chances, num_rows))
         assert int(drafts.clamp(min=0).sum()) == min(wanted, num_rows - given)
         taken = torch.arange(num_drafts, device=DEVICE) < drafts[:, None]
         left = (torch.arange(num_drafts, device=DEVICE) < limits[:, None]) & ~taken
         least = torch.where(taken, chances[slots.long()], 1.0).min()
         assert (chances[slots.long()][left] <= least).all()
+    num_rows = given + wanted // 2
+    shuffled = slots[order], limits[order], leads[order]
+    drafts = kernels.allot_drafts(slots, limits, leads, chances, num_rows)
+    assert torch.equal(drafts[order], kernels.allot_drafts(*shuffled, chances, num_rows))
 
 
 @pytest.mark.parametrize(("num_seqs", "width", "spare_rows"), [(1, 1, 3), (1, 8, 0), (3, 5, 70), (70, 4, 0)])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.cache import sharing
-from paceline.cache.sharing import MIN_SAVED_TOKENS
+from paceline.cache.sharing import MAX_GROUPS, MIN_SAVED_TOKENS
 from paceline.ops import RowLayout, reference_attention
 from paceline.runtime.plan import Span
-from paceline.runtime.sharing import MAX_GROUPS, NUM_VALUES, Groups, group_values
+from paceline.runtime.sharing import NUM_VALUES, Groups, group_values
 
 TOKENS = MIN_SAVED_TOKENS
 

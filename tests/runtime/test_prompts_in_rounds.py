@@ -94,6 +94,20 @@ def test_prompts_in_packed_rounds_change_no_token(lookahead: int) -> None:
     core = round_core("dspark_tiny_b7", lookahead, slots=12)
     core.scheduler.planner = Shallow(Survival(12, 7))
     seen = watched(core)
+    runner = runner_of(core)
+    assert runner.rounds is not None
+    launch, with_prompts, planned = runner.launch, runner.rounds.with_prompts, list[Any]()
+
+    def launched(plan: Any) -> Any:
+        planned[:] = [plan.depth]
+        return launch(plan)
+
+    def asked(spans: Any, kinds: Any, depth: Any) -> Any:
+        assert depth == planned[0]
+        return with_prompts(spans, kinds, depth)
+
+    runner.launch = launched  # type: ignore[method-assign, assignment]
+    runner.rounds.with_prompts = asked  # type: ignore[method-assign]
     for _ in range(2):
         assert tokens_of(complete(core, texts, params)) == want
     assert sum(0 in leads for leads, _ in seen) > 5
@@ -180,6 +194,42 @@ def test_a_prompt_without_the_rarer_parameters_only() -> None:
         assert len(seen) == (i == 2)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "prompts", "depth", "rows"),
+    [
+        ([7] * 17, [2], None, 24 * 6),  # nobody plans: nearly all drafts
+        ([7] * 17, [2], 3, 24 * 4),
+        ([7] * 17, [2], 5, 24 * 6),  # rows of three drafts each would do, and are not what was planned
+        ([7] * 17, [40], 3, 24 * 4),  # a quarter of 51 drafts is given up
+        ([7] * 17, [41], 3, 24 * 6),
+        ([7] * 8, [4] * 14, 3, 24 * 4),  # drafts are for those that have some
+        ([7] * 17, [2], 7, 24 * 8),
+        ([0] * 17, [2], 0, 24 * 4),  # nobody has drafts, but all propose
+    ],
+)
+def test_which_round_takes_prompts(
+    drafts: list[int], prompts: list[int], depth: int | None, rows: int
+) -> None:
+    rounds = roundset(24)
+    spans = [Span(i, n + 1, n, propose=True) for i, n in enumerate([*drafts, *[0] * len(prompts)])]
+    for span, count in zip(spans[len(drafts) :], prompts, strict=True):
+        span.rows = count
+    shape = rounds._shape_with_prompts(spans, "greedy", depth)
+    assert shape is not None and shape.num_rows == rows
+
+
+def test_rounds_with_room_for_prompts() -> None:
+    """Where rows cost little, and for plain decoding, which has no drafts to give up. Not where most of a
+    round would be nobody's.
+    """
+    rounds = roundset(64)
+    assert [rounds._roomy(size, 7).num_rows for size in (1, 16, 24)] == [8 + 64, 128 + 64, 192]
+    assert [rounds._roomy(size, 0).num_rows for size in (1, 64, 256)] == [65, 128, 320]
+    resuming = [Span(i, 1, propose=True) for i in range(60)]
+    assert rounds._shape_with_prompts([*resuming, Span(60, 2, propose=True)], "greedy", 0) is None
+    assert rounds._shape_with_prompts([*resuming, Span(60, 80, propose=True)], "greedy", 0) is not None
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.integers(0, 7), max_size=8),
@@ -200,7 +250,7 @@ def test_a_round_for_prompts_has_room(
     known = sum(span.rows - span.drafts for span in spans)
     most = max(drafts, default=0) if depth is None else min(depth, max(drafts, default=0))
     wanted = min(sum(drafts), most * sum(span.lead == 0 for span in spans))
-    if shape is None:
+    if shape is None:  # at 12 slots no round is so large that most of it would be nobody's
         size = next(size for size in graphs.tiers(12) if size >= len(spans))
         assert known + wanted - wanted // graphs.GIVEN_UP > size * (8 if wanted or propose else 1)
         return

@@ -216,6 +216,32 @@ def test_keys_that_a_round_reads_once_count_once(shares_keys: bool, monkeypatch:
     assert fewer[1].context > (2 * 35 + 3) / 3, "two save too little"
 
 
+def test_keys_of_who_does_not_decode_yet_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences decode behind a prefix, two more prefill behind it."""
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 32)
+    core, seen = watched(max_num_seqs=8, max_num_batched_tokens=40)
+    scheduler = core.scheduler
+    assert scheduler.planner is not None
+    scheduler.planner.costs.shares_keys = True
+    prefix = list(range(1, 33))
+    complete(core, [[*prefix, 5]], SamplingParams(temperature=0.0, max_tokens=1))
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    tails: list[list[int]] = [[40, 41], [50, 51], [60] * 120, [70] * 120]
+    for i, tail in enumerate(tails):
+        core.add(EngineRequest(request_id=str(i), prompt_token_ids=[*prefix, *tail], params=params))
+        core.step()
+    prefilling = 0
+    for _ in range(20):
+        running = {s.slot: s.scheduled for s in scheduler._running}
+        seen.clear()
+        core.step()
+        slots = seen[0].slots
+        if len(slots) == 2:
+            prefilling += len(running) > 2
+            assert seen[0].context == (sum(running[slot] for slot in slots) - 32) / 2
+    assert prefilling > 1
+
+
 def test_who_waits_though_there_are_slots_is_a_queue() -> None:
     core, seen = watched(max_num_seqs=8, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -25,6 +25,10 @@ MIN_SAVED_TOKENS = 48 * 1024
 128, one H200: 32 sequences on 1,536 tokens are about where it begins to pay)."""
 
 
+MAX_GROUPS = 8
+"""Groups that are attended together in a round, at most."""
+
+
 def saves_enough(num_seqs: int, common: int) -> bool:
     """Whether so many sequences with ``common`` tokens are worth an attention of their own."""
     return (num_seqs - 1) * common >= MIN_SAVED_TOKENS

@@ -21,11 +21,12 @@ counted through the blocks' reservations.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
 from paceline.cache import BlockPool, SequenceBlocks
-from paceline.cache.sharing import saves_enough, shared_groups
+from paceline.cache.sharing import MAX_GROUPS, saves_enough, shared_groups
 from paceline.engine.draft_choice import add_chains, teach
 from paceline.engine.planned import DraftLimits, Entry, PlannedStep, Progress
 from paceline.engine.sequence import Sequence, Status
@@ -87,7 +88,7 @@ class Scheduler:
         self._vacancies = Vacancies()
         self._started = self._ended = 0  # sequences, since ``_vacancies`` was told
         self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
-        self._keys_shared = 0  # readings of tokens' keys that attending to these once saves
+        self._last_groups: dict[int, tuple[int, int]] = {}  # the same as of the last step
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -198,14 +199,11 @@ class Scheduler:
         """
         if self._groups is None:
             groups = shared_groups([s.blocks.ids for s in self._running])
-            size = self.pool.block_size
-            self._groups = {
-                self._running[member].slot: (i + 1, group.num_blocks * size)
+            self._groups = self._last_groups = {
+                self._running[member].slot: (i + 1, group.num_blocks * self.pool.block_size)
                 for i, group in enumerate(groups)
                 for member in group.members
             }
-            worth = [g for g in groups if saves_enough(len(g.members), g.num_blocks * size)]
-            self._keys_shared = size * sum(group.saved for group in worth)
         if not self._groups and not step.plan.inits:
             return
         alone = len(self._groups) + 1
@@ -232,10 +230,13 @@ class Scheduler:
         )
 
     def _context(self, sequences: list[Sequence]) -> float:
-        """Tokens whose keys a round reads, on average of a sequence; what is shared, as of the last step."""
+        """Tokens whose keys a round reads, on average of a sequence."""
         tokens = sum(s.scheduled for s in sequences)
-        if self.planner is not None and self.planner.costs.shares_keys:
-            tokens = max(tokens - self._keys_shared, 0)
+        if self._last_groups and self.planner is not None and self.planner.costs.shares_keys:
+            # Whoever decodes was there in the last step, and then held what he shares.
+            shared = Counter(self._last_groups[s.slot] for s in sequences if s.slot in self._last_groups)
+            saved = [(n - 1) * common for (_, common), n in shared.items() if saves_enough(n, common)]
+            tokens -= sum(sorted(saved)[-MAX_GROUPS:])
         return tokens / max(len(sequences), 1)
 
     def _offered(self, decoding: list[Sequence]) -> dict[str, int]:

@@ -397,7 +397,7 @@ class RoundSet:
         self, spans: Sequence[Span], kind: FixedKind, depth: int | None
     ) -> RoundShape | None:
         """The smallest captured round with rows for all known tokens, and for nearly all drafts that rows are
-        wanted for; None if none has them.
+        wanted for; None if none has them, or where most of its rows would be nobody's and cost time.
         """
         drafts = [span.drafts for span in spans]
         mean = max(drafts) if depth is None else min(max(drafts), depth)
@@ -409,10 +409,12 @@ class RoundSet:
             able = [self._roomy(size, 0)]
         else:
             packed: FixedKind = "greedy" if kind == "greedy" else "filtered"
-            counts = [count for count in self.draft_counts[size][:-1] if count >= mean]
+            least = 0 if depth is None else mean  # rows of fewer drafts are not what was planned
+            counts = [count for count in self.draft_counts[size][:-1] if count >= least]
             able = [self._packed(size, count, True, packed) for count in counts]
             able.append(self._roomy(size, self._num_drafts))
-        return next((shape for shape in able if shape.num_rows >= rows), None)
+        found = next((shape for shape in able if shape.num_rows >= rows), None)
+        return None if found is None or found.num_rows - rows > max(CHEAP_ROWS, rows) else found
 
     def _roomy(self, size: int, num_drafts: int) -> RoundShape:
         """A round with rows for all drafts of everyone, or none, that takes prompts too. There is one for

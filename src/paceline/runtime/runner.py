@@ -196,7 +196,7 @@ class Runner:
         as a whole cannot be run again.
         """
         spans = [plan.spans[i] for i in part.spans]
-        if part.kind is None or part.kind == "full":  # which know no choice of drafts
+        if part.kind is None or part.kind == "full" or plan.depth == 0:  # which know no choice of drafts
             spans = _shortened(spans, plan.depth)
         if part.kind is not None and self.rounds is not None:
             try:

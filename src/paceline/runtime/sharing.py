@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from paceline.cache.sharing import saves_enough
+from paceline.cache.sharing import MAX_GROUPS, saves_enough
 from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import CommonKeys
 from paceline.runtime.plan import Span
 
-MAX_GROUPS = 8
 NUM_VALUES = 3 * (MAX_GROUPS + 1) + 1
 """Of :func:`group_values`, beside one for each sequence."""
 

@@ -103,7 +103,8 @@ class RoundCosts:
             smallest size and count that hold it. None where a round is of exactly the size needed.
         hedging: what there may be of hedge chains. Their rows are taken to cost what rows of drafts do, until
             rounds that have some are seen.
-        shares_keys: whether rounds read keys that many sequences have in common only once.
+        shares_keys: whether rounds read keys that many sequences have in common only once. Those with chains
+            or the rarer sampling parameters do not, which is learnt from what they take.
     """
 
     def __init__(
