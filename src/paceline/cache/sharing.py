@@ -24,7 +24,6 @@ MIN_SAVED_TOKENS = 48 * 1024
 """Readings of a token's keys that a group must save to be attended together (32 query heads, 8 key heads of
 128, one H200: 32 sequences on 1,536 tokens are about where it begins to pay)."""
 
-
 MAX_GROUPS = 8
 """Groups that are attended together in a round, at most."""
 

@@ -87,8 +87,8 @@ class Scheduler:
         self._queued = False  # whether the last plan had no room for somebody
         self._vacancies = Vacancies()
         self._started = self._ended = 0  # sequences, since ``_vacancies`` was told
-        self._groups: dict[int, tuple[int, int]] | None = None  # of slots: group and common tokens
-        self._last_groups: dict[int, tuple[int, int]] = {}  # the same as of the last step
+        self._groups: dict[int, tuple[int, int]] = {}  # of slots, in the last step: group and common tokens
+        self._regroup = True  # whether somebody came or went since
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -141,7 +141,7 @@ class Scheduler:
         if self._wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = []  # gathered anew
         sequence.tenancy += 1
-        self._groups = None
+        self._regroup = True
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -197,9 +197,10 @@ class Scheduler:
         """Put spans side by side whose sequences share their first blocks, those that share most first, and
         prompts that begin last. Which blocks are shared changes only when a sequence comes or goes.
         """
-        if self._groups is None:
+        if self._regroup:
+            self._regroup = False
             groups = shared_groups([s.blocks.ids for s in self._running])
-            self._groups = self._last_groups = {
+            self._groups = {
                 self._running[member].slot: (i + 1, group.num_blocks * self.pool.block_size)
                 for i, group in enumerate(groups)
                 for member in group.members
@@ -232,9 +233,9 @@ class Scheduler:
     def _context(self, sequences: list[Sequence]) -> float:
         """Tokens whose keys a round reads, on average of a sequence."""
         tokens = sum(s.scheduled for s in sequences)
-        if self._last_groups and self.planner is not None and self.planner.costs.shares_keys:
+        if self._groups and self.planner is not None and self.planner.costs.shares_keys:
             # Whoever decodes was there in the last step, and then held what he shares.
-            shared = Counter(self._last_groups[s.slot] for s in sequences if s.slot in self._last_groups)
+            shared = Counter(self._groups[s.slot] for s in sequences if s.slot in self._groups)
             saved = [(n - 1) * common for (_, common), n in shared.items() if saves_enough(n, common)]
             tokens -= sum(sorted(saved)[-MAX_GROUPS:])
         return tokens / max(len(sequences), 1)
@@ -337,7 +338,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
             self._started += 1
-            self._groups = None
+            self._regroup = True
             if self.planner is not None:
                 self.planner.survival.reset(sequence.slot)
             self.draft_state.admit(sequence.slot, offer, step.plan.draft)

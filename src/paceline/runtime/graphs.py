@@ -69,7 +69,6 @@ FIRST_SIZES = (1, 2)
 MEMORY_BOUND_ROWS = 64
 """Rows up to which a round takes as long as reading the weights does: fewer drafts would save nothing."""
 
-
 PROMPT_ROWS = 64
 """Rows for prompts in a roomy round, beside those of its sequences and their drafts."""
 
@@ -180,7 +179,7 @@ class RoundSet:
         self._full_sizes = tiers(min(MAX_FULL_SEQS, max_num_seqs))
         self.together = attends_together(model)
         self._max_model_len = max_model_len
-        self._staging = Staging(6 * max_num_seqs + 3 + NUM_VALUES, state.device)
+        self._staging = Staging(4 * (max_num_seqs + 1) + 2 * max_num_seqs + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
         self.missing = self._shapes()[::-1] if capture else []

@@ -243,7 +243,7 @@ class DecodeRound:
             num_computed=state.num_computed,
             host_rows=(self.shape.num_rows if packed else self._width,) * self.shape.num_seqs,
             host_max_context=self._max_context,
-            host_span=self._width,
+            host_span=self._width if packed else None,
             common=None if self._groups is None else self._groups.keys(row_start),
         )
         return layout, tokens, row_slots

@@ -196,7 +196,7 @@ class Runner:
         as a whole cannot be run again.
         """
         spans = [plan.spans[i] for i in part.spans]
-        if part.kind is None or part.kind == "full" or plan.depth == 0:  # which know no choice of drafts
+        if part.kind is None or part.kind == "full":  # which know no choice of drafts
             spans = _shortened(spans, plan.depth)
         if part.kind is not None and self.rounds is not None:
             try:
@@ -455,7 +455,8 @@ class _Pending:
         if copies.drawn is not None:
             sampled, accepted = copies.drawn[0].tolist(), copies.drawn[1].tolist()
             for i, tokens, count in zip(self._host_sampled, sampled, accepted, strict=True):
-                results[i].tokens, results[i].verified = tokens[: count + 1], self._spans[i].drafts
+                drafts = min(self._spans[i].drafts, len(tokens) - 1)  # those there were rows for
+                results[i].tokens, results[i].verified = tokens[: count + 1], drafts
             if copies.verified is not None:
                 for i, drafts in zip(self._host_sampled, copies.verified.tolist(), strict=True):
                     results[i].verified = drafts
