@@ -137,6 +137,15 @@ def test_a_warm_prompt_is_decoded_only(drafting: Driver) -> None:
     assert all(seconds > 0 for seconds in run.full_rounds_s()) and len(run.first_token_s) == 3
 
 
+def test_the_same_drafts_stand_whatever_ran_before(drafting: Driver) -> None:
+    prompts = random_prompts(2, 12, 300, seed=5)
+    lengths = []
+    for others in (0, 3):
+        drafting.run(random_prompts(1, 8, 300, seed=6) * others, 2)
+        lengths.append(drafting.run(prompts, 40).accept_length)
+    assert lengths[0] == lengths[1]
+
+
 def test_requests_arrive_at_the_rate_asked_for(drafting: Driver) -> None:
     run = drafting.run(random_prompts(4, 8, 300, seed=2), 2, rate=200.0)
     arrivals = [state.metrics.arrival_s for state in run.states]

@@ -6,9 +6,11 @@ import gc
 import itertools
 import random
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import msgspec
 import torch
@@ -130,12 +132,19 @@ class Driver:
             torch.cuda.empty_cache()
 
     def submit(self, prompt: Sequence[int], output_len: int) -> RequestState:
-        """Queue a request for ``output_len`` tokens.
+        """Queue a request for ``output_len`` tokens. Its seed follows from the prompt, so that drafts which are
+        accepted at random are the same ones in every engine, whatever ran before.
 
         Raises:
             RequestError: it does not fit the engine.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=output_len,
+            ignore_eos=True,
+            detokenize=False,
+            seed=crc32(array("q", prompt).tobytes()),
+        )
         state = self._frontend.prepare(f"bench-{self._count}", list(prompt), params)
         self._count += 1
         self.core.add(state.request)
