@@ -132,7 +132,7 @@ class Driver:
             torch.cuda.empty_cache()
 
     def submit(self, prompt: Sequence[int], output_len: int) -> RequestState:
-        """Queue a request for ``output_len`` tokens. Its seed follows from the prompt, so that drafts which are
+        """Queue a request for ``output_len`` tokens. Its seed follows from the prompt: drafts that are
         accepted at random are the same ones in every engine, whatever ran before.
 
         Raises:

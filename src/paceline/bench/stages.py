@@ -93,6 +93,7 @@ _PARTS: Final = (
     _Part(Qwen3ForCausalLM, "logits", HEAD, ROUND),
     _Part(rounds, "sample_fixed", SAMPLING, ROUND),
     _Part(DraftStage, "write_context", DRAFT_CONTEXT, ROUND),
+    _Part(DraftStage, "keep_context", DRAFT_CONTEXT, ROUND),
     _Part(DraftStage, "propose", DRAFT_LAYERS, ROUND),
     _Part(DraftPass, "__call__", DRAFT_KERNEL, DRAFT_LAYERS),
     _Part(Drafter, "head", DRAFT_HEAD, DRAFT_LAYERS),

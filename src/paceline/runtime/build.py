@@ -231,10 +231,8 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[tuple[int, str]
     runner = parts.runner(memory.smallest())
     worst = settle(runner, parts.limits)
     steps = free - torch.cuda.mem_get_info(parts.device)[0]
-    if runner.rounds is not None:
-        steps += len(runner.rounds.missing) * GRAPH_BYTES
-    if runner.passes is not None:
-        steps += len(runner.passes.missing) * GRAPH_BYTES
+    for part in (runner.rounds, runner.passes, runner.deferred):
+        steps += 0 if part is None else len(part.missing) * GRAPH_BYTES
     del runner
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
 """The draft half of a round: keep what the drafter knows of the past, and propose the next block.
 
 The drafter's K/V of a token lie in tensors of their own, and are written after every target forward for
-every row. *Paged* draft state puts them under the block ids of the target: whatever shares, reuses or frees a
-target block does the same for the draft state, and a prefix hit needs no work. *Captured* draft state gives
-each sequence blocks of its own, and keeps the tap rows of full blocks to rebuild them from.
+every row, or a little later while nothing is drafted (``deferred.py``). *Paged* draft state puts them under
+the block ids of the target: whatever shares, reuses or frees a target block does the same for the draft
+state, and a prefix hit needs no work. *Captured* draft state gives each sequence blocks of its own, and keeps
+the tap rows of full blocks to rebuild them from.
 
 Nothing that goes wrong with a drafter ends a request: whatever then stands in the places of its drafts is
 verified like any drafts, and refused.
@@ -33,6 +34,10 @@ from paceline.runtime.state import SlotState
 from paceline.sampling.state import SEED_KEY
 
 logger = logging.getLogger(__name__)
+
+KEPT_ROWS = 16
+"""Tap rows kept of each slot while its context waits: writing them costs little more than writing one, and
+they take 0.4 MB a slot (Qwen3-4B)."""
 
 
 class Hedging(NamedTuple):
@@ -109,10 +114,28 @@ class DraftStage:
         self._token_ids = None if drafter.target_ids is None else drafter.target_ids.to(torch.int32)
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
         self._tables = state.block_tables if self._captures is None else self._captures.draft_tables
+        if self.defers:
+            taps = len(drafter.config.tap_layer_ids) * drafter.config.layers.hidden_size
+            self._keep_places(taps, cache.k.dtype)
         if window is not None:
             for layer in drafter.draft_layers():
                 own = layer.spec.window
                 layer.spec = replace(layer.spec, window=window if own is None else min(own, window))
+
+    def _keep_places(self, width: int, dtype: torch.dtype) -> None:
+        """Make places for tap rows of ``width`` values, addressed like a paged cache in which all blocks of a
+        slot are the same one.
+        """
+        state = self._state
+        count, blocks = state.spare + 1, -(-state.tokens.shape[1] // KEPT_ROWS)
+        self._kept = torch.zeros(count * KEPT_ROWS, width, dtype=dtype, device=state.device)
+        slots = torch.arange(count, dtype=torch.int32, device=state.device)
+        self._kept_tables = slots[:, None].repeat(1, blocks)
+
+    @property
+    def defers(self) -> bool:
+        """Whether context may be written late. Captured rows are not: nothing would be saved."""
+        return self._captures is None
 
     @property
     def num_failures(self) -> int:
@@ -130,7 +153,7 @@ class DraftStage:
         """
         if self._captures is None:
             return
-        with self._forgiven():
+        with self.forgiven():
             self._captures.apply(updates)
             for taps, positions, kv_slots in self._captures.restored(updates.restores):
                 self._write(taps, positions, kv_slots)
@@ -146,11 +169,33 @@ class DraftStage:
             layout: whose rows these are.
         """
         captures = self._captures
-        with self._forgiven():
+        with self.forgiven():
             if captures is not None:
                 captures.capture(taps, layout)
             kv_slots = layout.kv_slots if captures is None else captures.kv_slots(layout)
             self._write(taps, layout.positions, kv_slots)
+
+    def keep_context(self, taps: Tensor, layout: RowLayout) -> None:
+        """Keep the tap rows [N, n * d] of N sequences' single rows, whose draft K/V is written later."""
+        with self.forgiven():
+            self._kept.index_copy_(0, self._kept_places(layout.slots, layout.positions), taps)
+
+    def write_kept(self, slots: Tensor, behind: Tensor) -> None:
+        """Write the draft K/V of kept rows.
+
+        Args:
+            slots: [R] int32 contiguous; the spare one for no row.
+            behind: [R] int32, how many rows from its slot's end each lies, 1 for the last.
+        """
+        state = self._state
+        positions = (state.num_computed[slots] - behind).clamp(min=0)
+        kv_slots = ops.cache_slots(self._tables, state.block_size, slots, positions)
+        taps = self._kept[self._kept_places(slots, positions)]
+        self._write(taps, positions, kv_slots.masked_fill(slots == state.spare, -1))
+
+    def _kept_places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where rows are kept: [R] int64."""
+        return ops.cache_slots(self._kept_tables, KEPT_ROWS, slots, positions)
 
     def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Draft K/V of tap rows [R, n * d] into cache slots [R]."""
@@ -198,11 +243,11 @@ class DraftStage:
             groups: which of them have keys in common that are attended to once; None for none.
             predict: whether it is of interest how likely the drafts are to stand.
         """
-        with self._forgiven():
+        with self.forgiven():
             self._propose(slots, count, max_context, noise, reserved, hedging, groups, predict)
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def forgiven(self) -> Iterator[None]:
         """What goes wrong here is logged, now and then, and costs drafts. Unless a graph is captured: half of
         one would be replayed for ever.
         """

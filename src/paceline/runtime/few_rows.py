@@ -287,8 +287,10 @@ class FewRows:
         if matrices_fit(config.hidden_size, [config.intermediate_size, config.q_size], grid):
             compile_early(config.hidden_size)
 
-    def target(self, num_seqs: int, span: int) -> TargetPass | None:
-        """The target's pass over spans; None when they do not fit the kernel."""
+    def target(self, num_seqs: int, span: int, *, writes_context: bool = True) -> TargetPass | None:
+        """The target's pass over spans; None when they do not fit the kernel. It writes the drafter's context
+        where that can be, unless told not to.
+        """
         config, drafter = self._model.config, self._drafter
         taps_embedding = drafter is not None and min(drafter.config.tap_layer_ids) < 0
         if taps_embedding or not self._fits(num_seqs, span, config):
@@ -300,7 +302,7 @@ class FewRows:
             num_seqs,
             span,
             drafter,
-            self._draft_cache if self._paged and drafter is not None and self._drafter_fits() else None,
+            self._draft_cache if writes_context and self._paged and self._drafter_fits() else None,
         )
 
     def draft(self, num_seqs: int) -> DraftPass | None:

@@ -28,17 +28,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from paceline.cache.sharing import saves_enough
 from paceline.models.attention import KVCache
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.ops.early import early_launches
 from paceline.ops.persistent.launch import MAX_ROWS
 from paceline.runtime.acceptance import Verified
+from paceline.runtime.cuda_graph import Captured, CaptureStream
+from paceline.runtime.deferred import DeferredContext
 from paceline.runtime.division import MAX_FULL_SEQS, most
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.few_rows import FewRows
@@ -87,49 +86,6 @@ def draft_counts(size: int, num_drafts: int) -> list[int]:
     return fewer_drafts(num_drafts) + counts if size * (num_drafts + 1) > MEMORY_BOUND_ROWS else counts
 
 
-Output = TypeVar("Output")
-
-
-class CaptureStream:
-    """Where rounds are captured, one after the other, and the memory their graphs share."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.pool: Any = torch.cuda.graph_pool_handle()
-
-
-class Captured(Generic[Output]):
-    """Work on the device and its graph. Other work may be in flight while it is captured.
-
-    Args:
-        work: what to capture. Its inputs must name no sequence while it is captured.
-        where: shared by all graphs.
-    """
-
-    def __init__(self, work: Callable[[], Output], where: CaptureStream) -> None:
-        self._work = work  # its constants are read by the graph: they must live as long
-        with early_launches():
-            self._capture(where)
-
-    def _capture(self, where: CaptureStream) -> None:
-        self._work()  # compiles kernels and makes workspaces: neither may happen while capturing
-        self._graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that waits for the device and gives back the memory kept for steps.
-        where.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(where.stream):
-            self._graph.capture_begin(pool=where.pool)
-            try:
-                self._output = self._work()
-            finally:
-                self._graph.capture_end()
-        torch.cuda.current_stream().wait_stream(where.stream)
-
-    def __call__(self) -> Output:
-        """Do the work. The output is the same memory each time."""
-        self._graph.replay()
-        return self._output
-
-
 class RoundSet:
     """All rounds of an engine, and which of a step's spans they can run.
 
@@ -143,6 +99,7 @@ class RoundSet:
         captured: the same.
         together: whether rounds of many sequences read keys that these have in common only once.
         where: where captures are made, if they are.
+        deferred: the drafter's context that rounds have left for later; None where they leave none.
         draft_counts: by size, the drafts per sequence that rounds are captured for beside none.
         missing: shapes that are still to be captured, the next one last.
     """
@@ -182,6 +139,9 @@ class RoundSet:
         self._staging = Staging(4 * (max_num_seqs + 1) + 2 * max_num_seqs + NUM_VALUES, state.device)
         self._rounds: dict[RoundShape, tuple[DecodeRound, Callable[[], Verified]]] = {}
         self.where = CaptureStream() if capture else None
+        self.deferred: DeferredContext | None = None
+        if drafting is not None and drafting.defers:
+            self.deferred = DeferredContext(drafting, state, self.where)
         self.missing = self._shapes()[::-1] if capture else []
 
     def _shapes(self) -> list[RoundShape]:
@@ -324,7 +284,13 @@ class RoundSet:
             decode_round.hedge_inputs.view(-1).copy_(sent[1])
         if groups is not None:
             decode_round.group_inputs.copy_(sent[2])
-        return run(), chains
+        deferred = self.deferred
+        if deferred is not None and not shape.defers:
+            deferred.write()
+        output = run()
+        if deferred is not None and shape.defers:
+            deferred.note(span.slot for span in spans)
+        return output, chains
 
     def _may_be_together(self, shape: RoundShape) -> bool:
         """Whether a round may attend to common keys once. Few rows have their own pass, few sequences never

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.ops import RowLayout
-from paceline.runtime.graphs import Captured, CaptureStream
+from paceline.runtime.cuda_graph import Captured, CaptureStream
 from paceline.runtime.rows import StepRows
 from paceline.runtime.state import SlotState
 

@@ -28,7 +28,7 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import RowLayout
 from paceline.runtime.acceptance import Verified, count_accepted
 from paceline.runtime.drafting import DraftStage, Hedging
-from paceline.runtime.few_rows import FewRows
+from paceline.runtime.few_rows import FewRows, TargetPass
 from paceline.runtime.hedging import HedgedVerify, HedgeShape
 from paceline.runtime.sharing import NUM_VALUES, Groups
 from paceline.runtime.state import SlotState
@@ -63,6 +63,13 @@ class RoundShape:
     hedges: tuple[int, ...] = ()
     packed: bool = False
     together: bool = False
+
+    @property
+    def defers(self) -> bool:
+        """Whether the drafter's context of its rows may be written later: it verifies and drafts nothing, and
+        has no rows of prompts.
+        """
+        return not (self.num_drafts or self.propose or self.packed)
 
     @staticmethod
     def even(num_seqs: int, num_drafts: int, propose: bool, kind: FixedKind) -> RoundShape:
@@ -121,8 +128,11 @@ class DecodeRound:
             chains = HedgeShape(shape.places, shape.hedges, n, shape.num_drafts)
             last = max_model_len - 1
             self._hedged = HedgedVerify(chains, shape.kind, model, cache, state, drafting, last)
+        self._defers = shape.defers and drafting is not None and drafting.defers
         fits = not shape.places and not shape.packed
-        self._few_rows = few_rows.target(n, width) if few_rows is not None and fits else None
+        self._few_rows: TargetPass | None = None
+        if few_rows is not None and fits:
+            self._few_rows = few_rows.target(n, width, writes_context=not self._defers)
         self._row_start = torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device)
         self._row_seq = torch.arange(n, dtype=torch.int32, device=device).repeat_interleave(width)
         self._column = torch.arange(width, dtype=torch.int32, device=device)
@@ -199,18 +209,24 @@ class DecodeRound:
         return lambda values: values[row]
 
     def _forward(self, tokens: Tensor, layout: RowLayout) -> Tensor:
-        """Logits of the rows; the drafter's context is written on the way."""
+        """Logits of the rows; the drafter's context is written on the way, or its tap rows are kept."""
         drafting, few_rows = self._drafting, self._few_rows
         if few_rows is not None:
             logits = few_rows(tokens, layout)
-            if drafting is not None and few_rows.taps is not None and not few_rows.writes_context:
-                drafting.write_context(few_rows.taps, layout)
+            if few_rows.taps is not None and not few_rows.writes_context:
+                self._take(few_rows.taps, layout)
             return logits
         taps = () if drafting is None else drafting.taps
         hidden, tapped = self._model(tokens, layout.positions, PagedContext(self._cache, layout), taps)
-        if drafting is not None and tapped is not None:
-            drafting.write_context(tapped, layout)
+        if tapped is not None:
+            self._take(tapped, layout)
         return self._model.logits(hidden)
+
+    def _take(self, taps: Tensor, layout: RowLayout) -> None:
+        """Give the drafter the tap rows [R, n * d]."""
+        assert self._drafting is not None
+        take = self._drafting.keep_context if self._defers else self._drafting.write_context
+        take(taps, layout)
 
     def _rows(self, slots: Tensor, drafts: Tensor, leads: Tensor) -> tuple[RowLayout, Tensor, Tensor]:
         """The rows' layout, the tokens they are fed and their slots, [R]."""

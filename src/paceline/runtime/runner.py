@@ -17,6 +17,7 @@ from paceline.models.attention import KVCache, PagedContext
 from paceline.models.drafter import Drafter
 from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.runtime.acceptance import Verified, count_accepted
+from paceline.runtime.deferred import DeferredContext
 from paceline.runtime.division import Part, divide, divide_exactly
 from paceline.runtime.drafting import DraftStage
 from paceline.runtime.failures import FailureLog
@@ -143,6 +144,11 @@ class Runner:
             self.passes = self.make_passes(max_model_len, max_num_batched_tokens)
 
     @property
+    def deferred(self) -> DeferredContext | None:
+        """Draft context that is still to be written, where any is left for later."""
+        return None if self.rounds is None else self.rounds.deferred
+
+    @property
     def num_draft_failures(self) -> int:
         """See :class:`paceline.runtime.plan.StepRunner`."""
         return 0 if self.drafting is None else self.drafting.num_failures
@@ -158,6 +164,8 @@ class Runner:
         Raises:
             EngineDeadError: it failed after lengths had advanced, and cannot be run again.
         """
+        if self.deferred is not None:
+            self.deferred.write_before(plan)
         self.state.apply(plan.inits, plan.table)
         if self.drafting is not None:
             self.drafting.begin(plan.draft)
@@ -230,7 +238,7 @@ class Runner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Capture one more decode round, or short pass. See :class:`paceline.runtime.plan.StepRunner`."""
-        parts = (self.rounds, self.passes)
+        parts = (self.rounds, self.passes, self.deferred)
         try:
             return any(part is not None and part.prepare() for part in parts)
         except EngineDeadError:
@@ -256,6 +264,8 @@ class Runner:
         state, drafting = self.state, self.drafting
         if self.rounds is not None:
             self.rounds.forget_chains(spans)
+        if self.deferred is not None:
+            self.deferred.write()
         rows = build_rows(spans, state, self._staging, max_context)
         hidden, tapped = self._forward(rows)  # [R, d], [R, n * d]
         prompt = [self._prompt_logprobs(hidden, rows, i, span) for i, span in enumerate(spans)]

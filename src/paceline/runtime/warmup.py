@@ -64,8 +64,9 @@ def settle(runner: Runner, limits: StepLimits, worst: int | None = None) -> int:
         torch.cuda.synchronize()
     if runner.rounds is not None:
         runner.rounds.capture_largest()
-    if runner.passes is not None:
-        runner.passes.capture_largest()
+    for part in (runner.passes, runner.deferred):
+        if part is not None:
+            part.capture_largest()
     if worst is None:
         worst = int(SLACK * (torch.cuda.max_memory_allocated() - before))
     gc.collect()
