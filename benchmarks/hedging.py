@@ -98,7 +98,7 @@ class Always(HedgeController):
         super().__init__(chains)
         self.chains = chains
 
-    def round_done(self, now_s: float, tokens: int, executed: int) -> None:
+    def round_done(self, began_s: float, now_s: float, tokens: int, executed: int) -> None:
         """Nothing is learnt."""
 
 

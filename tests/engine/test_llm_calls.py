@@ -16,7 +16,13 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.config import BUNDLED_MODEL
-from paceline.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    RequestError,
+    RequestFailedError,
+)
 from paceline.runtime.plan import PendingStep, SpanResult, StepPlan
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
@@ -182,7 +188,9 @@ def test_an_interrupted_call_leaves_nothing_behind(
         def interrupted(plan: StepPlan, left: Iterator[bool] = left) -> PendingStep:
             pending = launch(plan)
             if next(left, True):
-                monkeypatch.setattr(pending, "result", raising)
+                result = pending.result
+                calls = iter([raising])
+                monkeypatch.setattr(pending, "result", lambda: next(calls, result)())
             return pending
 
         def raising() -> list[SpanResult]:
@@ -194,6 +202,44 @@ def test_an_interrupted_call_leaves_nothing_behind(
                 llm.generate([[300 + steps, *range(300, 400)], [400, 500]], LONG, use_tqdm=False)
         llm._core.check()
         assert llm.stats().kv_cache_usage == 0.0
+    assert tokens(llm, "return") == alone["return"]
+
+
+@pytest.mark.parametrize("place", ["launch", "result"])
+def test_an_interrupted_call_leaves_other_streams_alive(
+    llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A stream is open while another call is interrupted: where the device was only waited for, it goes on
+    with the same tokens; where a step was cut while it was launched, it ends with an error.
+    """
+    stream = llm.stream("return", LONG)
+    first = next(stream)
+    launch = llm._core.runner.launch
+    calls = iter(range(99))
+
+    def interrupted(plan: StepPlan) -> PendingStep:
+        if place == "launch" and next(calls) == 1:
+            raise KeyboardInterrupt
+        pending = launch(plan)
+        if place == "result" and next(calls) == 1:
+            result, seen = pending.result, iter([1])
+            monkeypatch.setattr(pending, "result", lambda: raising() if next(seen, 0) else result())
+        return pending
+
+    def raising() -> list[SpanResult]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core.runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[300, *range(300, 400)], [400, 500]], LONG, use_tqdm=False)
+    if place == "launch":
+        with pytest.raises(RequestFailedError):
+            list(stream)
+    else:
+        assert [t for update in (first, *stream) for t in update.outputs[0].token_ids] == alone["return"]
+    llm._core.check()
+    assert llm.stats().kv_cache_usage == 0.0
     assert tokens(llm, "return") == alone["return"]
 
 

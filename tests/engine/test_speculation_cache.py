@@ -97,6 +97,17 @@ def test_acceptance_after_preemption(state: str) -> None:
         assert item.drafts[:both] == twin.drafts[:both]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_request_that_fits_alone_is_never_preempted(lookahead: int) -> None:
+    """Drafts in flight reserve more than will stand: it waits for them to land."""
+    for length in range(20, 40):
+        prompt = [7 + i for i in range(length)]
+        blocks = -(-(length + 30) // BLOCK)
+        core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", lookahead=lookahead, num_blocks=blocks)
+        (tokens,) = tokens_of(complete(core, [prompt], greedy(30)))
+        assert len(tokens) == 30 and core.stats().num_preemptions == 0
+
+
 @pytest.mark.parametrize(("state", "lookahead"), [("paged", 0), ("capture", 1)])
 def test_cached_tokens_are_those_of_an_engine_without_drafts(state: str, lookahead: int) -> None:
     """Conversations that grow turn by turn, each turn a prefix of the next."""

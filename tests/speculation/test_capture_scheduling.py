@@ -269,7 +269,7 @@ def test_many_requests_on_one_prefix_finish_within_the_reserve(count: int, looka
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_memory_pressure(lookahead: int) -> None:
-    harness = Harness(num_blocks=14, slots=4, lookahead=lookahead)
+    harness = Harness(num_blocks=12, slots=4, lookahead=lookahead)
     for i in range(4):
         harness.add(f"r{i}", [i + 1] * 6, 24)
     harness.run()

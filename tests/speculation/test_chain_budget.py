@@ -13,7 +13,7 @@ from paceline.speculation.costs import Measured, Round, RoundCosts
 from paceline.speculation.decision import Batch, Decision
 from paceline.speculation.hedging import HedgeLimits
 from paceline.speculation.odds import PRIOR_GAIN, ChainOdds
-from paceline.speculation.planner import Planner
+from paceline.speculation.planner import Planner, _Trial
 from paceline.speculation.survival import Survival
 from support.engines import complete, golden_core, golden_prompts, tokens_of
 
@@ -98,6 +98,30 @@ def test_chains_that_never_win_are_given_up_and_tried_again() -> None:
     assert all(later[i + 1] for i in pairs), "made in one round, verified in the next"
     run(made, 3000, stood=1, won=3)
     assert sum(decision.hedge for decision in run(made, 100, stood=1, won=3)) > 80, "the text has changed"
+
+
+@pytest.mark.parametrize("stop", ["no sequence may have them", "fewer drafts", "no drafts"])
+def test_a_trial_that_is_cut_short_stops_no_other(stop: str) -> None:
+    """Chains are made in one round and verified in the next; a next round without a place for them gives the
+    trial up, and exploring goes on.
+    """
+    made = planner(0.0005)
+    run(made, 600, stood=1, won=0)
+    while not made._chain_trial:
+        run(made, 1, stood=1, won=0)
+    if stop == "no sequence may have them":
+        run(made, 1, stood=1, won=0, hedged=0)
+    else:
+        made._hedge(batch(), _Trial(2 if stop == "fewer drafts" else 0, True, 8.0), 1.0)
+    assert made._chain_trial == 0
+
+
+def test_no_trial_of_chains_begins_where_fewer_drafts_pay() -> None:
+    made = planner(0.0005)
+    run(made, 600, stood=1, won=0)
+    made._depth, made._unhedged_s = 2, 1e9
+    made._hedge(batch(), _Trial(4, True, 8.0), 1e9)  # an exploring round of all drafts
+    assert not made._hedges and not made._chain_trial
 
 
 def test_what_is_expected_of_chains_comes() -> None:

@@ -31,15 +31,15 @@ class Traffic:
         self.tokens, self.guard = tokens, guard
         self.now_s = 100.0
         self.asked: list[int] = []
-        self.controller.round_done(self.now_s, 1, 0)  # from here on time is known
+        self.controller.round_done(self.now_s, self.now_s, 1, 0)  # from here on time is known
 
     def run(self, rounds: int, seconds: float = 0.01) -> HedgeController:
         for _ in range(rounds):
             asked = self.controller.chains
             self.asked.append(asked)
             executed = self.guard(asked)
-            self.now_s += seconds
-            self.controller.round_done(self.now_s, self.tokens(executed), executed)
+            began_s, self.now_s = self.now_s, self.now_s + seconds
+            self.controller.round_done(began_s, self.now_s, self.tokens(executed), executed)
         return self.controller
 
 
@@ -88,7 +88,7 @@ def test_a_pause_discards_the_partial_window() -> None:
     traffic = Traffic(lambda chains: 100, max_chains=1)
     traffic.run(7)
     traffic.now_s += 0.6
-    traffic.controller.round_done(traffic.now_s, 10**9, 0)
+    traffic.controller.round_done(traffic.now_s, traffic.now_s, 10**9, 0)
     traffic.run(8, seconds=0.1)
     assert traffic.controller.speeds == {0: pytest.approx(1_000)}
 
@@ -124,6 +124,11 @@ def test_pauses_do_not_decide() -> None:
         traffic.run(1)
         traffic.now_s += 0.6
     assert not traffic.controller.settled and traffic.controller.chains == 0
+
+
+def test_slow_rounds_are_no_pauses() -> None:
+    controller = Traffic(lambda chains: 100 + 50 * chains).run(4 * CLIMB, seconds=3.0)
+    assert controller.settled and controller.chains == 3
 
 
 def test_no_chains_to_choose_from() -> None:

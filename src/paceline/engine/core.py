@@ -11,6 +11,8 @@ import time
 from array import array
 from collections import Counter, deque
 
+import msgspec
+
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.engine.messages import (
     EngineInfo,
@@ -82,6 +84,7 @@ class EngineCore:
         self._lookahead = lookahead
         self._seed = seed
         self._launched: deque[tuple[PlannedStep, PendingStep, float]] = deque()
+        self._whole = True  # not in the middle of a change
         self._last_commit_s = 0.0
         self._requests: dict[str, list[Sequence]] = {}
         self._arrivals = 0
@@ -163,11 +166,10 @@ class EngineCore:
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests at once. Unknown ids are ignored: they may just have finished."""
-        for request_id in request_ids:
-            sequences = self._requests.pop(request_id, [])
-            alive = [s for s in sequences if s.status is not Status.FINISHED]
-            self.scheduler.finish(alive)
-            self._finished["abort"] += len(alive)
+        sequences = [s for request_id in request_ids for s in self._requests.pop(request_id, [])]
+        alive = [s for s in sequences if s.status is not Status.FINISHED]
+        self.scheduler.finish(alive)
+        self._finished["abort"] += len(alive)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one continuation because the text side found a stop string in it."""
@@ -185,32 +187,63 @@ class EngineCore:
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> list[SequenceOutput]:
-        """Plan and launch a step, then commit the oldest one that is due. Returns what it produced."""
-        start = time.perf_counter()
-        planned = self.scheduler.plan()
-        self._stats.schedule_s += time.perf_counter() - start
-        if planned is not None:
-            now = time.monotonic()
-            for entry in planned.entries:
-                if entry.sequence.first_scheduled_s is None:
-                    entry.sequence.first_scheduled_s = now
-            self._stats.num_steps += 1
-            self._launched.append((planned, self._launch(planned), start))
-        if not self._launched or (planned is not None and len(self._launched) <= self._lookahead):
+        """Plan and launch a step, then commit the oldest one that is due. Returns what it produced.
+
+        What interrupts it while the device works (Ctrl-C) ends the sequences of a step that was not launched
+        whole, and loses nothing else.
+
+        Raises:
+            EngineDeadError: the device failed; or an earlier step was interrupted while queues changed.
+        """
+        if not self._whole:
+            raise EngineDeadError("A step was interrupted while its plan or results were taken over.")
+        # One more than may be in flight is there after an interruption.
+        launched = len(self._launched) <= self._lookahead and self._launch_next()
+        if not self._launched or (launched and len(self._launched) <= self._lookahead):
             return []
-        planned, pending, begun = self._launched.popleft()
+        return self._commit_oldest()
+
+    def _launch_next(self) -> bool:
+        """Plan a step and launch it; False when nothing can run."""
+        start = time.perf_counter()
+        self._whole = False
+        planned = self.scheduler.plan()
+        self._whole = True
+        self._stats.schedule_s += time.perf_counter() - start
+        if planned is None:
+            return False
+        now = time.monotonic()
+        for entry in planned.entries:
+            if entry.sequence.first_scheduled_s is None:
+                entry.sequence.first_scheduled_s = now
+        self._stats.num_steps += 1
+        try:
+            pending = self._launch(planned)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            failed = SpanResult.failed(RuntimeError("interrupted"))
+            self._launched.append((planned, DoneStep([failed] * len(planned.entries)), start))
+            raise
+        self._launched.append((planned, pending, start))
+        return True
+
+    def _commit_oldest(self) -> list[SequenceOutput]:
+        """Take over the results of the step that was launched first."""
+        planned, pending, begun = self._launched[0]
         results = pending.result()
         start = time.perf_counter()
+        self._whole = False
+        self._launched.popleft()
         progress = self.scheduler.commit(planned, results)
-        unverified = sum(span.drafts for span in planned.plan.spans) - sum(r.verified for r in results)
-        self._stats.num_rows += planned.plan.num_rows - unverified
+        self._stats.num_rows += planned.rows_run(results, self.scheduler.chain_rows)
         outputs = [self._output(item) for item in progress]
         now = time.perf_counter()
         self._stats.schedule_s += now - start
         # What one more step costs: since the last one was done, or since this was begun if there was a pause.
-        self.scheduler.timed(planned, now - max(begun, self._last_commit_s))
-        self.scheduler.round_done(planned, now, sum(len(item.tokens) for item in progress))
+        begun = max(begun, self._last_commit_s)
+        self.scheduler.timed(planned, now - begun)
+        self.scheduler.round_done(planned, begun, now, sum(len(item.tokens) for item in progress))
         self._last_commit_s = now
+        self._whole = True
         return outputs
 
     def _launch(self, planned: PlannedStep) -> PendingStep:
@@ -263,7 +296,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters."""
-        stats = self._stats
+        stats = msgspec.structs.replace(self._stats)
         stats.num_running = self.scheduler.num_running
         stats.num_waiting = self.scheduler.num_waiting
         stats.num_preemptions = self.scheduler.num_preemptions

@@ -1,10 +1,11 @@
-"""Between the steps and those who choose about drafts: chains the hedger adds to a step, and what the verify
-planner learns from one. Pure logic.
+"""Between the steps and those who choose about drafts: chains the hedger adds to a step and what became of
+them, and what the verify planner learns from one. Pure logic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 
 from paceline.engine.planned import PlannedStep
 from paceline.runtime.plan import SpanResult
@@ -14,17 +15,24 @@ from paceline.speculation.planner import Planner
 
 def add_chains(step: PlannedStep, hedger: Hedger, spare_rows: int) -> None:
     """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
-    decoding = {e.span.slot: e for e in step.entries if e.decodes and (e.span.drafts or e.span.propose)}
-    candidates = [  # the span is in flight already, and commits at least one token
-        HedgeCandidate(entry.sequence.order, slot, entry.sequence.tokens_left + 1)
-        for slot, entry in decoding.items()
-    ]
-    chosen = hedger.choose(candidates, spare_rows) if step.decision.hedge else []
-    for slot in chosen:
-        decoding[slot].span.chains = hedger.chains
-    if any(entry.decodes for entry in step.entries):
-        refused = not chosen and any(hedger.eligible(item.budget) for item in candidates)
-        step.chains = 0 if refused else hedger.chains
+    candidates = {}
+    for i, entry in enumerate(step.entries):
+        if entry.decodes and (entry.span.drafts or entry.span.propose):
+            # The span is in flight already, and commits at least one token.
+            budget = entry.sequence.tokens_left + 1
+            candidates[entry.span.slot] = i, HedgeCandidate(entry.sequence.order, entry.span.slot, budget)
+    step.hedgeable = [i for i, candidate in candidates.values() if hedger.eligible(candidate.budget)]
+    wanting = [candidate for _, candidate in candidates.values()]
+    for slot in hedger.choose(wanting, spare_rows) if step.decision.hedge else ():
+        step.entries[candidates[slot][0]].span.chains = hedger.chains
+
+
+def executed_chains(step: PlannedStep, results: Sequence[SpanResult]) -> int | None:
+    """The chains that most of a step's spans ran which could have some; None where none could. Rows may be
+    short, chains not made yet, or the step one that runs without.
+    """
+    ran = [results[i].chains for i in step.hedgeable]
+    return median_low(ran) if ran else None
 
 
 def teach(planner: Planner, step: PlannedStep, results: Sequence[SpanResult]) -> None:

@@ -126,7 +126,7 @@ def _hedger(config: EngineConfig, built: Built) -> Hedger | None:
         "Hedging: up to %d sequences of a round, drafts %s, %s",
         built.hedging.max_seqs,
         ", ".join(map(str, positions)),
-        "as many as pay" if config.speculation.hedge_auto else "always",
+        "as many as pay" if config.speculation.hedge_auto else "where rows are left for them",
     )
     return Hedger(built.hedging, HedgeController(len(positions)) if config.speculation.hedge_auto else None)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 from paceline.engine.sequence import Sequence
-from paceline.runtime.plan import Span, StepPlan
+from paceline.runtime.plan import Span, SpanResult, StepPlan
 from paceline.sampling.logprobs import Logprob
 from paceline.speculation.costs import Round
 from paceline.speculation.decision import EVERYTHING, Decision
@@ -43,8 +44,10 @@ class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
     decision: Decision = EVERYTHING
+    hedgeable: list[int] = field(default_factory=list)
+    """Entries that could have hedge chains, whether or not there was room for them."""
     chains: int | None = None
-    """Hedge chains of each hedged sequence; None where no sequence decodes."""
+    """Once it has run, the chains that most of these had; None where there were none."""
 
     def round(self) -> Round | None:
         """The decode round that is all the step does; None if it does more."""
@@ -58,6 +61,11 @@ class PlannedStep:
             any(span.propose for span in spans),
             max(span.chains for span in spans),
         )
+
+    def rows_run(self, results: Items[SpanResult], chain_rows: int) -> int:
+        """Rows the target forwarded: drafts that got none are left out, chains have ``chain_rows`` each."""
+        planned = self.plan.num_rows - sum(span.drafts for span in self.plan.spans)
+        return planned + sum(result.verified + result.chains * chain_rows for result in results)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from operator import attrgetter
 
 from paceline.cache import BlockPool, SequenceBlocks
 from paceline.cache.sharing import MAX_GROUPS, saves_enough, shared_groups
-from paceline.engine.draft_choice import add_chains, teach
+from paceline.engine.draft_choice import add_chains, executed_chains, teach
 from paceline.engine.planned import DraftLimits, Entry, PlannedStep, Progress
 from paceline.engine.sequence import Sequence, Status
 from paceline.errors import InvariantError
@@ -164,7 +164,7 @@ class Scheduler:
             step.plan.depth = step.decision.depth
             # More drafts may be in place: whose get these rows is for the device to say.
             room = self.planner.costs.room(len(batch.slots), step.decision.depth)
-        preempted = False
+        scarce = False
         unserved = len(decoding)  # decodes to come: each keeps a row, whatever is drafted before it
         for sequence in (*decoding, *prefilling):
             unserved = max(unserved - 1, 0)
@@ -174,9 +174,11 @@ class Scheduler:
             if span is None:
                 continue
             while not (granted := self._reserve(sequence, span)):
+                scarce = True
                 victim = max(self._running, key=_order)
+                if victim is sequence and sequence.in_flight:
+                    break  # of what it reserved for drafts in flight, most is given back when they land
                 budget += self._preempt(victim, step)
-                preempted = True
                 if victim is sequence:
                     break
             if granted:
@@ -184,7 +186,7 @@ class Scheduler:
                 drafts = min(span.drafts, room)
                 room -= drafts
                 budget -= span.rows - span.drafts + drafts
-        self._queued = preempted or self._admit(step, budget)
+        self._queued = scarce or self._admit(step, budget)
         if not step.entries:
             return None
         if self.hedger is not None:
@@ -499,7 +501,7 @@ class Scheduler:
                 finished.append(sequence)
             accepted = min(len(tokens), len(result.tokens) - 1) if result.verified else 0
             if result.verified:
-                self.speculation.add(result.verified, accepted)
+                self.speculation.add(result.verified, accepted, len(tokens))
             if result.chains:
                 # Without its chain the span would have committed so many tokens.
                 alone = len(result.tokens) - result.won
@@ -509,6 +511,7 @@ class Scheduler:
                 progress.append(Progress(sequence, tokens, logprobs, result.verified, accepted))
         if self.hedger is not None:
             self.hedger.verified(hedged)
+            step.chains = executed_chains(step, results)
         self.finish(finished)
         return progress
 
@@ -517,14 +520,20 @@ class Scheduler:
         if self.planner is not None and (round_ := step.round()) is not None:
             self.planner.costs.observe(round_, step.decision.context, seconds)
 
-    def round_done(self, step: PlannedStep, now_s: float, tokens: int) -> None:
-        """A step that was committed at ``now_s`` brought so many tokens."""
-        if self.hedger is None or self.hedger.controller is None or step.chains is None:
+    @property
+    def chain_rows(self) -> int:
+        """Rows of a hedge chain."""
+        return 0 if self.hedger is None else self.hedger.limits.width
+
+    def round_done(self, step: PlannedStep, began_s: float, now_s: float, tokens: int) -> None:
+        """A step that began and was committed at these times brought so many tokens."""
+        controller = None if self.hedger is None else self.hedger.controller
+        if controller is None or not any(entry.decodes for entry in step.entries):
             return
-        if step.decision.hedge:
-            self.hedger.controller.round_done(now_s, tokens, step.chains)
+        if step.decision.hedge and step.chains is not None:
+            controller.round_done(began_s, now_s, tokens, step.chains)
         else:
-            self.hedger.controller.interrupted(now_s)
+            controller.interrupted(now_s)
 
     @staticmethod
     def _truncate(sequence: Sequence, tokens: list[int]) -> list[int]:

@@ -221,14 +221,14 @@ class Metrics(Collector):
             prefix + "hedge_tokens", "Tokens committed because a chain won.", {(): hedging.num_tokens}
         )
         yield self._gauge(
-            prefix + "hedge_positions", "Drafts hedged of each hedged sequence now.", hedging.chains
+            prefix + "hedge_positions", "Drafts hedged of each sequence that is, at most.", hedging.chains
         )
 
     def _planner_families(self, planner: PlannerStats) -> Iterator[Metric]:
         prefix = "spec_decode_"
         yield self._counter(
             prefix + "planned_rounds",
-            "Decode rounds, by drafts verified per sequence on average and why so many.",
+            "Decode rounds, by drafts of a sequence on average that they had rows for, and why so many.",
             {(str(drafts), reason): count for drafts, reason, count in sorted(planner.rounds)},
             ("drafts", "reason"),
         )
@@ -238,7 +238,9 @@ class Metrics(Collector):
             {(): planner.expected_tokens},
         )
         yield self._counter(
-            prefix + "realised_tokens", "Tokens planned rounds committed.", {(): planner.realised_tokens}
+            prefix + "realised_tokens",
+            "Tokens that stood in planned rounds, past the ends of texts too.",
+            {(): planner.realised_tokens},
         )
         survival = GaugeMetricFamily(
             _PREFIX + prefix + "survival",

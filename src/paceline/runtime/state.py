@@ -92,7 +92,7 @@ class SlotState:
         index = np.concatenate(
             [np.arange(piece.size, dtype=np.int64) + (row * width + first) for row, first, piece in pieces]
         )
-        if index[-1] < 2**31:
+        if target.numel() <= 2**31:
             sent = self._staging.send([index.astype(np.int32), values])
             target.view(-1).index_copy_(0, sent[0].long(), sent[1])
         else:  # a table beyond 2**31 cells: one contiguous copy per piece

@@ -3,7 +3,7 @@
 The traffic decides: chains cost rows and bring tokens where drafts often break at a position whose runner-up
 is right. So the controller runs *windows* of rounds, each at one number of chains, and compares the median of
 committed tokens per second. It climbs from 0 as long as one chain more gains a margin, keeps what it found
-for many rounds, and then looks again. Everything it knows are events (when a round was done, tokens it
+for many rounds, and then looks again. Everything it knows are events (when a round began and ended, tokens it
 committed, chains it executed), so a log of them replays to the same choices.
 
 * A window counts only if all its rounds executed the same number of chains; a round that executed fewer than
@@ -30,7 +30,8 @@ class HedgeTuning:
         memory_windows: last windows whose median counts, for each number.
         margin: share by which one chain more must be faster.
         settle_rounds: rounds before a choice is looked at again.
-        max_gap_s: seconds between rounds after which a window begins anew.
+        max_gap_s: seconds between the end of a round and the beginning of the next after which a window
+            begins anew.
     """
 
     window_rounds: int = 64
@@ -70,16 +71,16 @@ class HedgeController:
         """Median tokens per second by number of chains, as far as known."""
         return {chains: median(values) for chains, values in sorted(self._speeds.items())}
 
-    def round_done(self, now_s: float, tokens: int, executed: int) -> None:
+    def round_done(self, began_s: float, now_s: float, tokens: int, executed: int) -> None:
         """A round was committed.
 
         Args:
-            now_s: when, in seconds of any clock.
+            began_s, now_s: when it began and when that was, in seconds of any clock.
             tokens: it committed, over all sequences.
             executed: chains it ran, which may be fewer than were asked for.
         """
         last_s, self._last_s = self._last_s, now_s
-        if last_s is None or now_s - last_s > self.tuning.max_gap_s:
+        if last_s is None or began_s - last_s > self.tuning.max_gap_s:
             self._restart_window()  # how long this round took is not known either
             return
         if executed != self._executed:

@@ -37,8 +37,8 @@ LEVEL_DRIFT = 0.01
 OFFSET_DRIFT = 0.002
 """And of what the corrections change by from one step to the next."""
 KEPT = math.sqrt(1.0 - (OFFSET_DRIFT / START_OFFSET) ** 2)
-"""Share of an offset that is still believed a step later: however long a kind has not run, its offset is in
-no more doubt than at start."""
+"""Share of an offset's doubt that is left a step later, beside the drift: however long a kind has not run, it
+is in no more doubt than at start. What was learnt of it stays."""
 MAX_SURPRISE = 2.0
 """A step further from what was expected than so many standard deviations counts as so far: one pause must not
 look like a trend."""
@@ -208,7 +208,6 @@ class RoundCosts:
         most = MAX_SURPRISE * math.sqrt(variance)
         self._corrections += common * (max(-most, min(most, surprise)) / variance)
         self._doubt -= np.outer(common, common) / variance
-        self._corrections *= self._kept
         self._doubt *= np.outer(self._kept, self._kept)
         self._doubt.flat[:: len(self._kept) + 1] += self._drift
 

@@ -13,7 +13,7 @@ class SpeculationCounters:
         num_draft_tokens: drafts verified.
         num_accepted_tokens: drafts that became part of an output, after truncation.
         accepted_per_position: how often the draft at each position stood.
-        accept_lengths: how many spans committed 1, 2, ... tokens, the bonus included.
+        accept_lengths: how many spans committed 1, 2, ... tokens, the bonus included if the text went on.
         refused: drafts that were not made though they would have paid, by reason: ``memory`` counts rounds
             (no room for the drafter's block), ``draft_reserve`` and ``capture_miss`` admissions.
         draft_state: what became of draft state kept apart from the target's blocks: ``hits`` and ``misses``
@@ -30,11 +30,11 @@ class SpeculationCounters:
         self.refused: Counter[str] = Counter()
         self.draft_state: Counter[str] = Counter()
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one verify span."""
+    def add(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+        """Count one verify span: its drafts, those that stood, and the tokens it committed."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
-        self.accept_lengths[num_accepted] += 1
+        self.accept_lengths[num_tokens - 1] += 1

@@ -13,7 +13,7 @@ that some of several new ones will be slow is certain, though not which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from statistics import NormalDist
 from typing import cast
 
@@ -154,7 +154,7 @@ def _steps(ends: FloatArray) -> FloatArray:
     return found
 
 
-@cache
+@lru_cache(256)
 def _scores(count: int) -> FloatArray:
     """Where ``count`` normal draws lie on average, in order (Blom 1958, Statistical Estimates and Transformed
     Beta-Variables).

@@ -290,15 +290,17 @@ class Planner:
             self._hedges = chosen.propose and chosen.depth >= max(batch.available)
             return 0.0
         if batch.hedged == 0:
+            self._chain_trial = 0
             return 0.0
         gain, extra = self._chains(batch, len(batch.slots))
         self._unhedged_s += self.costs.seconds(
             Round(len(batch.slots), chosen.depth, chosen.propose), batch.context
         )
         if chosen.depth != depth or not chosen.propose:
+            self._chain_trial = 0  # its second round has no place
             return 0.0
         self._hedges = gain > rate * extra or self._chain_trial > 0
-        if not self._hedges and 2 * extra <= EXPLORE_SHARE * self._unhedged_s:
+        if not self._hedges and self._depth == depth and 2 * extra <= EXPLORE_SHARE * self._unhedged_s:
             self._hedges, self._chain_trial = True, 2
         if self._hedges:
             self._chain_trial = max(self._chain_trial - 1, 0)
