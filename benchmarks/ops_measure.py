@@ -62,21 +62,25 @@ class Timer:
         torch.cuda.synchronize()
         return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) * 1e3
 
-    def graph_us(self, runs: Sequence[Callable[[], object]]) -> float:
-        """A call's share of a graph of many, of these in turn."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in range(GRAPH_CALLS):
-                runs[call % len(runs)]()
-        times = []
-        for _ in range(GRAPH_REPEATS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / GRAPH_CALLS)
-        return float(statistics.median(times))
+
+def graph_us(runs: Sequence[Callable[[], object]], calls: int, repeats: int) -> float:
+    """Median of a call's share of a graph of so many, of these in turn."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            runs[call % len(runs)]()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return float(statistics.median(times))
 
 
 def error_of(case: Case) -> float:
@@ -129,5 +133,5 @@ def take_times(result: Result, case: Case, timer: Timer, bandwidth: float) -> No
     result.cold_us = timer.cold_us(case.run)
     result.limit = case.num_bytes / (result.cold_us * 1e-6) / bandwidth
     result.tflops = case.flops / result.cold_us / 1e6
-    result.graph_us = timer.graph_us([case.run, *case.others])
+    result.graph_us = graph_us([case.run, *case.others], GRAPH_CALLS, GRAPH_REPEATS)
     result.peer_us = timer.cold_us(case.peer) if case.peer else None

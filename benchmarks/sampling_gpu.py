@@ -19,19 +19,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from ops_measure import graph_us
 from torch import Tensor
 
 from paceline.bench.machine import describe_machine
 from paceline.sampling import triton_filters
 from paceline.sampling.filters import kept_prefix, ordered_top
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.state import INV_TEMPERATURE, SamplingState
+from paceline.sampling.state import INV_TEMPERATURE, SamplingState, SlotSampling
 from paceline.sampling.triton_filters import LastKept, last_kept
 from paceline.sampling.triton_sampler import sample_argmax
 
@@ -63,27 +62,8 @@ def some_logits(rows: int) -> Tensor:
 
 def state_of(fields: dict[str, Any]) -> SamplingState:
     state = SamplingState(1, VOCAB, device="cuda")
-    state.set_slot(0, SamplingParams(**fields), 7, 1)
+    state.set_slots([SlotSampling(0, SamplingParams(**fields), 7, 1)])
     return state
-
-
-def graph_us(run: Callable[[], object], repeats: int) -> float:
-    """Median time of a call in a graph of many."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / GRAPH_CALLS)
-    return float(statistics.median(times))
 
 
 def check(logits: Tensor, last: LastKept, state: SamplingState) -> dict[str, int]:
@@ -117,8 +97,8 @@ def measure(rows: int, way: str, repeats: int) -> dict[str, Any]:
         "rows": rows,
         "way": way,
         "checked": check(logits, filters(), state),
-        "filters_us": graph_us(filters, repeats),
-        "sample_us": graph_us(sample, repeats),
+        "filters_us": graph_us([filters], GRAPH_CALLS, repeats),
+        "sample_us": graph_us([sample], GRAPH_CALLS, repeats),
     }
 
 

@@ -33,6 +33,7 @@ from paceline.models.drafter_dialects import load_drafter_config
 from paceline.proving.drive import runner_of
 from paceline.speculation.config import SpeculativeConfig
 from support.engines import GOLDEN
+from support.stages import LAYERED
 
 
 def options(drafter: str | None = None, **fields: Any) -> EngineConfig:
@@ -215,7 +216,7 @@ def test_a_round_is_taken_apart_into_stages_that_add_up(
     monkeypatch.setattr("paceline.bench.round.read_bandwidth", lambda device: 1e9)
     report = run_round(options(drafter), batch_size=2, context_len=20, num_rounds=3)
     rows = {row["stage"]: row for row in report.results}
-    want = set(stages.LAYERED) if drafter else {s for s in stages.LAYERED if not s.startswith("draft")}
+    want = set(LAYERED) if drafter else {s for s in LAYERED if not s.startswith("draft")}
     assert set(rows) == want | {"between stages", "round"}
     assert sum(row["ms"] for name, row in rows.items() if name != "round") == pytest.approx(
         rows["round"]["ms"]
@@ -235,8 +236,8 @@ def test_a_pass_that_is_one_kernel_reads_what_its_stages_would() -> None:
         draft_head=5,
         markov=9,
     )
-    layered = stage_bytes(floor, 10, stages.LAYERED)
-    assert set(layered) <= set(stages.LAYERED) and sum(layered.values()) == floor.round_bytes(10)
+    layered = stage_bytes(floor, 10, LAYERED)
+    assert set(layered) <= set(LAYERED) and sum(layered.values()) == floor.round_bytes(10)
     one = stage_bytes(floor, 10, [stages.ONE_KERNEL, stages.DRAFT_KERNEL, stages.DRAFT_LAYERS, stages.MARKOV])
     assert one == {stages.ONE_KERNEL: 1270, stages.DRAFT_KERNEL: 85, stages.MARKOV: 9}
     captured = stage_bytes(floor, 10, [stages.ONE_KERNEL, stages.DRAFT_CONTEXT])
@@ -265,7 +266,7 @@ def test_stages_are_entered_from_where_they_belong_only(drafting: Driver) -> Non
     layers, rounds = 6, counts.num_rounds
     drafted = counts.entered[stages.DRAFT_LAYERS]
     assert rounds - 1 <= drafted <= rounds and drafted > 1, "none is drafted behind a request's last token"
-    times = dict.fromkeys(stages.LAYERED, rounds)
+    times = dict.fromkeys(LAYERED, rounds)
     times |= dict.fromkeys((stages.DRAFT_LAYERS, stages.DRAFT_HEAD, stages.MARKOV), drafted)
     per_round = {stage: count / times[stage] for stage, count in counts.entered.items()}
     assert per_round == {

@@ -97,7 +97,7 @@ def test_overlapping_reservations_cover_the_upper_bound_and_give_spares_back() -
     assert blocks.reserved == 10
     blocks.commit(3, 1, [5, 6])
     assert (blocks.computed, blocks.reserved, blocks.ids) == (1, 7, [0, 1])
-    blocks.revert(3)
+    blocks.commit(3, 0, [5, 6])
     assert (blocks.computed, blocks.reserved, blocks.ids) == (1, 4, [0, 1])
     blocks.commit(4, 3, [5, 6, 7, 8])
     assert (blocks.computed, blocks.reserved, blocks.ids) == (4, 0, [0])
@@ -357,7 +357,7 @@ def test_wrong_use_is_named() -> None:
     blocks.reserve(2)
     blocks.reserve(3)
     with pytest.raises(InvariantError, match="oldest first"):
-        blocks.revert(3)
+        blocks.commit(3, 0, [])
     with pytest.raises(InvariantError, match="cannot stand"):
         blocks.commit(2, 3, [1, 2, 3])
     with pytest.raises(InvariantError, match="cannot stand"):
@@ -375,7 +375,6 @@ def test_wrong_use_is_named() -> None:
         blocks.release,
         lambda: blocks.reserve(1),
         lambda: blocks.commit(2, 2, [1, 2]),
-        lambda: blocks.revert(2),
         lambda: blocks.match([1]),
     ):
         with pytest.raises(InvariantError, match="released"):

@@ -245,7 +245,7 @@ class CacheLives(RuleBasedStateMachine):
         before = list(life.blocks.ids)
         if life.blocks.reserve(rows) is not None:
             self.write(life, [7] * rows)
-            life.blocks.revert(rows)
+            life.blocks.commit(rows, 0, life.tokens)
             assert life.blocks.ids == before
 
     @precondition(lambda self: self.running)

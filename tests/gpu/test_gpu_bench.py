@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench import stages
 from paceline.bench.round import run_round
 from paceline.config import EngineConfig
 from support.engines import GOLDEN
+from support.stages import LAYERED
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_every_kernel_of_a_round_is_charged_to_a_stage() -> None:
         },
     )
     rows = {row["stage"]: row for row in run_round(engine, 2, 64, 4).results}
-    assert set(stages.LAYERED) <= set(rows)
+    assert set(LAYERED) <= set(rows)
     assert 0 <= rows["idle between"]["share"] < 1 and 0 <= rows["idle within rounds"]["share"] < 1
-    assert all(rows[stage]["kernels"] >= 1 and rows[stage]["ms"] > 0 for stage in stages.LAYERED)
-    assert rows["round"]["kernels"] == pytest.approx(sum(rows[stage]["kernels"] for stage in stages.LAYERED))
+    assert all(rows[stage]["kernels"] >= 1 and rows[stage]["ms"] > 0 for stage in LAYERED)
+    assert rows["round"]["kernels"] == pytest.approx(sum(rows[stage]["kernels"] for stage in LAYERED))

@@ -76,8 +76,8 @@ def test_fused_order(tensors: Tensors, tmp_path: Path) -> None:
         (torch.bfloat16, "float32", "auto", torch.float32),
         (torch.float16, None, "auto", torch.float16),
         (torch.float32, "float32", "bfloat16", torch.bfloat16),
-        (torch.bfloat16, "bfloat16", "float", torch.float32),
-        (torch.float32, "float32", "half", torch.float16),
+        (torch.bfloat16, "bfloat16", "float32", torch.float32),
+        (torch.float32, "float32", "float16", torch.float16),
     ],
 )
 def test_dtype(

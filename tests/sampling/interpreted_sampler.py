@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from sampling_harness import set_slot
 from torch import Tensor
 
 from paceline.sampling import noise, triton_filters, triton_sampler
@@ -59,7 +60,7 @@ def both(logits: Tensor, temperatures: list[float], start: int = 0) -> tuple[lis
     state = SamplingState(Q, V, device="cpu")
     for slot in range(Q):
         temperature = temperatures[slot % len(temperatures)]
-        state.set_slot(slot, SamplingParams(temperature=temperature), slot * 10**15 - 5, 1)
+        set_slot(state, slot, SamplingParams(temperature=temperature), slot * 10**15 - 5, 1)
     slots = torch.arange(Q - 1, -1, -1, dtype=torch.int32)
     positions = torch.arange(start, start + Q, dtype=torch.int32)
     out = torch.full((Q,), -1, dtype=torch.int32)
@@ -137,7 +138,7 @@ def filter_state(filters: list[dict[str, float]], vocab_size: int) -> tuple[Samp
     """A slot for each of these, and the slots of as many rows, last slot first."""
     state = SamplingState(len(filters), vocab_size, device="cpu")
     for slot, fields in enumerate(filters):
-        state.set_slot(slot, SamplingParams(**fields), slot, 1)  # type: ignore[arg-type]
+        set_slot(state, slot, SamplingParams(**fields), slot, 1)  # type: ignore[arg-type]
     return state, torch.arange(len(filters), dtype=torch.int32).flip(0)
 
 

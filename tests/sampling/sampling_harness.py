@@ -18,7 +18,7 @@ from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import SampleOutput, SampleRows, sample
 from paceline.sampling.seeds import mix64
-from paceline.sampling.state import SamplingState
+from paceline.sampling.state import SamplingState, SlotSampling
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 GARBAGE = -7
@@ -39,6 +39,11 @@ class Case:
         return self.tokens[len(self.tokens) if self.prompt_len is None else self.prompt_len :]
 
 
+def set_slot(state: SamplingState, slot: int, params: SamplingParams, seed: int, prompt_len: int) -> None:
+    """Store the parameters of one sequence."""
+    state.set_slots([SlotSampling(slot, params, seed, prompt_len)])
+
+
 def draw(
     logits: Tensor,
     cases: Sequence[Case],
@@ -55,7 +60,7 @@ def draw(
     for slot, case in zip(slots, cases, strict=True):
         tokens[slot, : len(case.tokens)] = torch.tensor(case.tokens, dtype=torch.int32)
         prompt_len = len(case.tokens) if case.prompt_len is None else case.prompt_len
-        state.set_slot(slot, case.params, case.seed, prompt_len)
+        set_slot(state, slot, case.params, case.seed, prompt_len)
     rows = SampleRows(
         slots=torch.tensor(list(slots), dtype=torch.int32),
         positions=torch.tensor([len(case.tokens) - 1 for case in cases], dtype=torch.int32),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sampling_harness import reference_probs
+from sampling_harness import reference_probs, set_slot
 from torch import Tensor
 
 from paceline.sampling.filters import kept_prefix, mask_min_p, min_p_mass, ordered_top
@@ -41,7 +41,7 @@ def filtered_probs(logits: Tensor, params: SamplingParams, first: int | None = N
     """Probabilities of [n, V] logits by the sampler's own filters; ``first``: look at so many tokens only."""
     n, V = logits.shape
     state = SamplingState(1, V, device="cpu")
-    state.set_slot(0, params, 0, 1)
+    set_slot(state, 0, params, 0, 1)
     floats, ints = state.floats.expand(n, -1), state.ints.expand(n, -1)
     values, ids = ordered_top(logits, first or V)
     scaled = values * floats[:, INV_TEMPERATURE, None].float()
@@ -106,7 +106,7 @@ def test_an_unfinished_first_look_is_noticed() -> None:
     logits = torch.zeros(2, 100)
     logits[0, 7] = 20.0
     state = SamplingState(1, 100, device="cpu")
-    state.set_slot(0, SamplingParams(top_p=0.5), 0, 1)
+    set_slot(state, 0, SamplingParams(top_p=0.5), 0, 1)
     floats, ints = state.floats.expand(2, -1), state.ints.expand(2, -1)
     values, _ = ordered_top(logits, 10)
     _, complete = kept_prefix(values, floats, ints, min_p_mass(logits, floats))
@@ -115,7 +115,7 @@ def test_an_unfinished_first_look_is_noticed() -> None:
 
 def test_mask_min_p() -> None:
     state = SamplingState(1, 4, device="cpu")
-    state.set_slot(0, SamplingParams(min_p=0.45, temperature=0.5), 0, 1)
+    set_slot(state, 0, SamplingParams(min_p=0.45, temperature=0.5), 0, 1)
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     # at half the temperature the ratios to the first are 1, 9/16, 1/4, 1/16
     assert mask_min_p(logits, state.floats).isfinite().tolist() == [[True, True, False, False]]

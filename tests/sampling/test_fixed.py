@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_harness import GARBAGE, Case
+from sampling_harness import GARBAGE, Case, set_slot
 from test_sampler import EOS, V, any_case, normal, params
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def both(
         known = [1] * (width - 1) + case.tokens  # so that every row has a token of its own
         tokens[slot, : len(known)] = torch.tensor(known)
         prompt_len = len(case.tokens) if case.prompt_len is None else case.prompt_len
-        state.set_slot(slot, case.params, case.seed, min(prompt_len, len(known)))
+        set_slot(state, slot, case.params, case.seed, min(prompt_len, len(known)))
         slots += [slot] * width
         positions += range(len(known) - width, len(known))
     host_slots = list(slots)
@@ -98,7 +98,7 @@ def test_logits_of_a_span_are_processed_as_one_by_one(case: Case, width: int, pe
     p = msgspec.structs.replace(case.params, frequency_penalty=penalty)
     state = SamplingState(1, V, eos_token_ids=[EOS], device="cpu")
     known = [1] * (width - 1) + case.tokens
-    state.set_slot(0, p, 0, min(case.prompt_len or 0, len(known)))
+    set_slot(state, 0, p, 0, min(case.prompt_len or 0, len(known)))
     tokens = torch.tensor([known], dtype=torch.int32)
     positions = torch.arange(len(known) - width, len(known))
     rows = SampleRows(torch.zeros(width, dtype=torch.int64), positions, tokens, len(known))
@@ -142,7 +142,7 @@ def test_parts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_penalties_see_the_drafts_before_the_row() -> None:
     """Token 7 is likeliest until it stands in the output: as a draft, from the next row on."""
     state = SamplingState(1, 10, device="cpu")
-    state.set_slot(0, params(temperature=0, presence_penalty=2.0), 0, 1)
+    set_slot(state, 0, params(temperature=0, presence_penalty=2.0), 0, 1)
     logits = torch.zeros(4, 10)
     logits[:, 7], logits[:, 3] = 1.5, 1.0
     tokens = torch.tensor([[1, 2, 4, 7, 5]], dtype=torch.int32)
@@ -153,14 +153,14 @@ def test_penalties_see_the_drafts_before_the_row() -> None:
 
 def test_what_cannot_be_fixed() -> None:
     state = SamplingState(2, 50, device="cpu")
-    state.set_slot(0, params(logprobs=FIXED_TOP), 0, 1)
-    state.set_slot(1, params(logprobs=FIXED_TOP + 1), 0, 1)
+    set_slot(state, 0, params(logprobs=FIXED_TOP), 0, 1)
+    set_slot(state, 1, params(logprobs=FIXED_TOP + 1), 0, 1)
     assert [state.fixed_kind(slot) for slot in (0, 1)] == ["full", None]
 
 
 def words_state(words: list[list[int]], vocab_size: int) -> SamplingState:
     state = SamplingState(1, vocab_size, device="cpu")
-    state.set_slot(0, params(temperature=0, bad_words_ids=words), 0, 0)
+    set_slot(state, 0, params(temperature=0, bad_words_ids=words), 0, 0)
     return state
 
 
@@ -191,7 +191,7 @@ def test_lists_as_long_as_they_may_be() -> None:
         "bad_words_ids": [[i] for i in range(1500, 2524)],
     }
     state = SamplingState(1, vocab_size, eos_token_ids=[2900, 2901], device="cpu")
-    state.set_slot(0, params(temperature=0, **fields), 0, 1)
+    set_slot(state, 0, params(temperature=0, **fields), 0, 1)
     rows = SampleRows(torch.tensor([0]), torch.tensor([0]), torch.ones(1, 1, dtype=torch.int32), 1)
     for best, expected in (
         (1023, False),
@@ -211,7 +211,7 @@ def test_rows_of_a_chain_see_the_tokens_of_the_chain() -> None:
     """Two chains beside a sequence, with its parameters and tokens of their own."""
     state = SamplingState(2, V, eos_token_ids=[EOS], device="cpu")
     fields: dict[str, Any] = {"frequency_penalty": 1.5, "bad_words_ids": [[4, 9], [5, 8]]}
-    state.set_slot(1, params(temperature=0, **fields), 0, 1)
+    set_slot(state, 1, params(temperature=0, **fields), 0, 1)
     chains = torch.tensor([[1, 2, 3, 4, 4], [1, 2, 3, 5, 5]], dtype=torch.int32)
     slots, positions = torch.ones(4, dtype=torch.int32), torch.tensor([3, 4, 3, 4])
     rows = SampleRows(slots, positions, chains, 5, torch.tensor([0, 0, 1, 1]))
@@ -242,7 +242,7 @@ def test_a_device_draws_what_the_cpu_draws() -> None:
     for device in ("cpu", "cuda"):
         state = SamplingState(len(ways), vocab_size, eos_token_ids=[EOS], device=device)
         for slot, way in enumerate(ways):
-            state.set_slot(slot, params(**way), slot, 2)
+            set_slot(state, slot, params(**way), slot, 2)
         tokens = torch.arange(8, dtype=torch.int32, device=device).expand(len(ways), -1).contiguous()
         slots = torch.arange(len(ways), dtype=torch.int32, device=device).repeat_interleave(width)
         positions = torch.arange(2, 2 + width, dtype=torch.int32, device=device).repeat(len(ways))

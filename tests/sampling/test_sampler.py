@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_harness import GARBAGE, Case, draw, draw_tokens, reference_logits, reference_scores
+from sampling_harness import GARBAGE, Case, draw, draw_tokens, reference_logits, reference_scores, set_slot
 from torch import Tensor
 
 from paceline.sampling import sampler
@@ -225,7 +225,7 @@ def test_processed_logits_agree_with_the_reference(cases: list[Case], seed: int)
     for slot, case in enumerate(cases):
         tokens[slot, : len(case.tokens)] = torch.tensor(case.tokens)
         assert case.prompt_len is not None
-        state.set_slot(slot, case.params, case.seed, case.prompt_len)
+        set_slot(state, slot, case.params, case.seed, case.prompt_len)
     positions = torch.tensor([len(case.tokens) - 1 for case in cases])
     got = logits.clone()
     slots = list(range(len(cases)))
@@ -325,7 +325,7 @@ def test_a_verify_span_draws_what_plain_decoding_draws(p: SamplingParams) -> Non
         )
 
     state = SamplingState(2, num_vocab, eos_token_ids=[EOS], device="cpu")
-    state.set_slot(1, p, 9, len(prompt))
+    set_slot(state, 1, p, 9, len(prompt))
     generator = np.random.default_rng(2)
     known = list(prompt)
     while len(known) < length:
@@ -352,11 +352,11 @@ def test_a_slot_taken_over_keeps_nothing_of_its_last_tenant() -> None:
         repetition_penalty=2.0, logprobs=3,
     )  # fmt: skip
     rows = SampleRows(torch.tensor([0]), torch.tensor([0]), torch.ones(1, 4, dtype=torch.int32), 1)
-    state.set_slot(0, everything, 1, 1)
+    set_slot(state, 0, everything, 1, 1)
     assert sample(logits.clone(), rows, state, state.features([0])).tokens.tolist() == [1]
-    state.set_slot(0, greedy(), 1, 1)
+    set_slot(state, 0, greedy(), 1, 1)
     again = sample(logits.clone(), rows, state, state.features([0]))
-    state.set_slot(0, greedy(logit_bias={7: 100.0}, allowed_token_ids=[6, 7]), 1, 1)
+    set_slot(state, 0, greedy(logit_bias={7: 100.0}, allowed_token_ids=[6, 7]), 1, 1)
     assert sample(logits.clone(), rows, state, state.features([0])).tokens.tolist() == [7]
     assert again.tokens.tolist() == logits.argmax(-1).tolist()
     assert again.logprobs is None
@@ -404,9 +404,9 @@ def test_greedy_rows_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_name_the_rows_that_need_them() -> None:
     state = SamplingState(4, 50, device="cpu")
-    state.set_slot(0, greedy(), 0, 1)
-    state.set_slot(1, params(top_k=9, logprobs=2), 0, 1)
-    state.set_slot(3, greedy(repetition_penalty=1.1, logprobs=-1), 0, 1)
+    set_slot(state, 0, greedy(), 0, 1)
+    set_slot(state, 1, params(top_k=9, logprobs=2), 0, 1)
+    set_slot(state, 3, greedy(repetition_penalty=1.1, logprobs=-1), 0, 1)
     features = state.features([0, 0, 1, 3, 1])
     assert features.greedy.tolist() == [0, 1, 3]
     assert features.short.tolist() == [2, 4]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling_harness import Floats, reference_probs
+from sampling_harness import Floats, reference_probs, set_slot
 from torch import Tensor
 
 from paceline.sampling import sampler
@@ -48,7 +48,7 @@ def draws(params: SamplingParams, logits: Tensor, *, by_seed: bool) -> Tensor:
     num_slots = 500 if by_seed else 1
     state = SamplingState(num_slots, V, device="cpu")
     for slot in range(num_slots):
-        state.set_slot(slot, params, 77 + slot, 1)
+        set_slot(state, slot, params, 77 + slot, 1)
     slots = np.arange(DRAWS) % num_slots
     positions = torch.arange(DRAWS) // num_slots
     rows = SampleRows(torch.from_numpy(slots), positions, torch.zeros(num_slots, 1, dtype=torch.int32), 1)

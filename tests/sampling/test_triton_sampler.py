@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_harness import set_slot
 from test_sampler import VARIETY, mixed_cases, normal
 
 from paceline.sampling.filters import kept_prefix, ordered_top
@@ -41,7 +42,7 @@ def run_on(device: str, vocab_size: int) -> SampleOutput:
     tokens = torch.zeros(len(cases), 16, dtype=torch.int32)
     for slot, case in enumerate(cases):
         tokens[slot, : len(case.tokens)] = torch.tensor(case.tokens)
-        state.set_slot(slot, case.params, case.seed, 2)
+        set_slot(state, slot, case.params, case.seed, 2)
     rows = SampleRows(
         torch.arange(len(cases), dtype=torch.int32, device=device),
         torch.tensor([len(case.tokens) - 1 for case in cases], dtype=torch.int32, device=device),

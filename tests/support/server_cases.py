@@ -81,9 +81,9 @@ class ScriptedEngine:
 
     def _script(self, request: EngineRequest) -> list[SequenceOutput]:
         tokenizer = self.frontend.tokenizer
-        assert tokenizer is not None and tokenizer.eos_token_id is not None
+        assert tokenizer is not None
         params = request.params
-        ids = [*tokenizer.encode(self.reply), tokenizer.eos_token_id]
+        ids = tokenizer.encode(self.reply + tokenizer.special_tokens["eos_token"])
         limit = params.max_tokens or len(ids)
         outputs = []
         for position, token in enumerate(ids[:limit]):

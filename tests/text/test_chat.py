@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +58,19 @@ def test_qwen3_style_switches(template: ChatTemplate, tokenizer: Tokenizer) -> N
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
         "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    tools = [{"type": "function", "function": {"name": "f", "description": "été <b>"}}]
-    text = tokenizer.decode(template.render(messages, tools=tools), skip_special_tokens=False)
-    assert json.dumps(tools[0], ensure_ascii=False) in text
 
 
 def _control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
     return [tokenizer.id_to_token(i) for i in ids if i in tokenizer.control_ids]
 
 
-@given(messages=conversations(hostile_text), tool=hostile_text)
+@given(messages=conversations(hostile_text))
 def test_no_text_of_a_request_becomes_a_control_token(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Messages, tool: str
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Messages
 ) -> None:
     plain: Messages = [{**message, "content": "x"} for message in messages]
-    expected = _control(tokenizer, template.render(plain, tools=[{"a": "x"}]))
-    ids = template.render(messages, tools=[{tool: tool}])
-    assert _control(tokenizer, ids) == expected
+    expected = _control(tokenizer, template.render(plain))
+    assert _control(tokenizer, template.render(messages)) == expected
 
 
 # Templates that do to content what could defeat a naive escape.
@@ -206,7 +201,6 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     template = ChatTemplate.from_folder(folder, tokenizer)
     assert template is not None
     assert tokenizer.decode(template.render([])) == "plain"
-    assert tokenizer.decode(template.render([], tools=[{}])) == "tools"
     (folder / "chat_template.jinja").write_text("file wins")
     template = ChatTemplate.from_folder(folder, tokenizer)
     assert template is not None and template.source == "file wins"

@@ -60,8 +60,8 @@ def test_tags_the_model_writes_as_text_stay_tokens_in_untrusted_text(tokenizer: 
 
 def test_named_facts(tokenizer: Tokenizer) -> None:
     assert [tokenizer.id_to_token(i) for i in sorted(tokenizer.control_ids)] == list(SPECIALS)
-    assert tokenizer.eos_token_id == tokenizer.token_to_id("<|im_end|>")
-    assert tokenizer.bos_token_id is None
+    assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
+    assert "bos_token" not in tokenizer.special_tokens
     assert tokenizer.id_to_token(tokenizer.vocab_size - 1) is not None
     for beyond in (-1, tokenizer.vocab_size, 2**31, 2**63):
         assert tokenizer.id_to_token(beyond) is None
@@ -70,8 +70,8 @@ def test_named_facts(tokenizer: Tokenizer) -> None:
 
 def test_a_named_token_is_a_control_token_whatever_its_flag() -> None:
     tokenizer = Tokenizer(build_backend(), {"eos_token": "<think>"})
-    assert tokenizer.eos_token_id in tokenizer.control_ids
-    assert tokenizer.eos_token_id not in tokenizer.encode("<think>", allow_special=False)
+    assert tokenizer.token_to_id("<think>") in tokenizer.control_ids
+    assert tokenizer.token_to_id("<think>") not in tokenizer.encode("<think>", allow_special=False)
 
 
 def test_token_bytes_are_the_bytes_of_the_text(tokenizer: Tokenizer) -> None:

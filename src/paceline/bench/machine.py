@@ -52,12 +52,12 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def read_bandwidth(device: torch.device, repeats: int = 9) -> float:
+def read_bandwidth(device: torch.device) -> float:
     """Bytes per second at which weights can be read: a matrix-vector product over 256 MB (CPU) or 4 GB (GPU),
     or on a GPU a copy, whichever is faster.
 
     A decode round at batch 1 is such products one after the other, so this is the ceiling it is compared
-    with. Medians of ``repeats``.
+    with. Medians of nine.
     """
     on_gpu = device.type == "cuda"
     rows, columns = (2**18, 8192) if on_gpu else (2**14, 4096)
@@ -65,17 +65,17 @@ def read_bandwidth(device: torch.device, repeats: int = 9) -> float:
     matrix = torch.randn(rows, columns, device=device, dtype=dtype)
     vector = torch.randn(columns, device=device, dtype=dtype)
     num_bytes = matrix.numel() * matrix.element_size()
-    rate = num_bytes / _median_s(lambda: torch.mv(matrix, vector), device, repeats)
+    rate = num_bytes / _median_s(lambda: torch.mv(matrix, vector), device)
     if on_gpu:
         half = matrix.view(2, -1)
-        rate = max(rate, num_bytes / _median_s(lambda: half[0].copy_(half[1]), device, repeats))
+        rate = max(rate, num_bytes / _median_s(lambda: half[0].copy_(half[1]), device))
     return rate
 
 
-def _median_s(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of an action, after two to warm up."""
+def _median_s(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of an action: nine times, after two to warm up."""
     seconds = []
-    for i in range(repeats + 2):
+    for i in range(11):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -140,8 +140,8 @@ class Padding:
 class Noise:
     """Random values for weights that meet zeros: drawn once, reused from varying offsets."""
 
-    def __init__(self, dtype: torch.dtype, size: int = 2**22) -> None:
-        self._pool = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._pool = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).to(dtype)
         self._offset = 0
 
     def matrix(self, rows: int, columns: int) -> Tensor:

@@ -104,7 +104,7 @@ def run_speculation(
 
 
 def _load(engine: EngineConfig) -> LLM:
-    return LLM(**{name: getattr(engine, name) for name in EngineConfig.__struct_fields__})
+    return LLM(**msgspec.structs.asdict(engine))
 
 
 def _run(

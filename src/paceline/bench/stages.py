@@ -60,9 +60,6 @@ STAGES: Final = (
     MARKOV,
 )
 """In the order they are shown. Which a round has depends on whether a pass is one kernel."""
-LAYERED: Final = tuple(stage for stage in STAGES if stage not in (ONE_KERNEL, DRAFT_KERNEL))
-"""Those of a round whose passes are not."""
-
 
 PHASES: Final = "run_phases"
 """The persistent kernel. The profiler sees it run, but not the call that launches it: a range of this name

@@ -147,7 +147,11 @@ class SequenceBlocks:
         Raises:
             InvariantError: not the oldest reservation, ``n`` out of range, or tokens too few or changed.
         """
-        self._require_oldest("commit", rows)
+        if not self._in_flight or self._in_flight[0] != rows:
+            self._require_live("commit")
+            raise InvariantError(
+                f"commit of {rows} rows, but in flight, oldest first, are {list(self._in_flight)}"
+            )
         if not 0 <= n <= rows:
             raise InvariantError(f"{n} of {rows} reserved rows cannot stand")
         if len(tokens) < self.computed + n:
@@ -159,11 +163,6 @@ class SequenceBlocks:
         num_full = self._num_full()
         if num_full > self._num_known and self._pool.enable_caching:
             self._register(num_full, tokens)
-        self._settle()
-
-    def revert(self, rows: int) -> None:
-        """Settle the oldest reservation with no row standing: the table is as if it had not been made."""
-        self._require_oldest("revert", rows)
         self._settle()
 
     def release(self) -> None:
@@ -224,13 +223,6 @@ class SequenceBlocks:
     def _require_live(self, action: str) -> None:
         if self._released:
             raise InvariantError(f"{action} on a sequence whose blocks were released")
-
-    def _require_oldest(self, action: str, rows: int) -> None:
-        if not self._in_flight or self._in_flight[0] != rows:
-            self._require_live(action)
-            raise InvariantError(
-                f"{action} of {rows} rows, but in flight, oldest first, are {list(self._in_flight)}"
-            )
 
     def _require_empty(self, action: str) -> None:
         self._require_live(action)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 _LISTED: Final = 8  # names spelled out in an error before "and N more"
+_SLAB_ROWS: Final = 8192  # of two matrices that are compared
 _DOWNLOADED: Final = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt")
 _READABLE: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # safetensors names; bytes per value
 
@@ -90,8 +91,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: no safetensors, a shard the index names is absent or unreadable, or the index and the
-        shards
-            disagree.
+            shards disagree.
     """
     index = folder / INDEX_NAME
     if index.exists():
@@ -261,15 +261,15 @@ class _RichBar:
         self._bar.advance(self._task, num_bytes)
 
 
-def same_rows(stored: StoredTensor, name: str, loaded: Tensor, rows_at_once: int = 8192) -> bool:
+def same_rows(stored: StoredTensor, name: str, loaded: Tensor) -> bool:
     """Whether a stored matrix equals a loaded one, read in slabs so that it is never held whole."""
     if stored.shape != tuple(loaded.shape):
         return False
     with open_shard(stored.file) as shard:
         part = shard.get_slice(name)
         return all(
-            torch.equal(part[i : i + rows_at_once].to(loaded.dtype), loaded[i : i + rows_at_once].cpu())
-            for i in range(0, stored.shape[0], rows_at_once)
+            torch.equal(part[i : i + _SLAB_ROWS].to(loaded.dtype), loaded[i : i + _SLAB_ROWS].cpu())
+            for i in range(0, stored.shape[0], _SLAB_ROWS)
         )
 
 
@@ -279,22 +279,19 @@ def resolve_dtype(
     """The dtype to serve in.
 
     Args:
-        requested: "auto" (what the config says, else what the file holds), one of ``SUPPORTED_DTYPES``, or
-            the short forms "float" and "half".
+        requested: "auto" (what the config says, else what the file holds) or one of ``SUPPORTED_DTYPES``.
 
     Raises:
         CheckpointError: unknown name.
     """
-    name = {"float": "float32", "half": "float16"}.get(requested, requested)
+    name = requested
     if name == "auto":
         stored = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
         name = config_dtype or next(
             (stored[t.dtype] for t in headers.values() if t.dtype in stored), "float32"
         )
     if name not in SUPPORTED_DTYPES:
-        raise CheckpointError(
-            f"dtype {requested!r} is not one of auto, {', '.join(SUPPORTED_DTYPES)}, float, half"
-        )
+        raise CheckpointError(f"dtype {requested!r} is not one of auto, {', '.join(SUPPORTED_DTYPES)}")
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -72,11 +72,11 @@ class Fields:
         """An integer of at least ``low``, or None when absent or null."""
         return self.integer(key, low=low) if self.has(key) else self.raw(key)
 
-    def number(self, key: str, default: float | _Required = REQUIRED, *, above: float = 0.0) -> float:
-        """A number greater than ``above``."""
+    def number(self, key: str, default: float | _Required = REQUIRED) -> float:
+        """A number above 0."""
         value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
-            raise self.wrong(key, value, f"a number above {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.wrong(key, value, "a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool | _Required = REQUIRED) -> bool:

@@ -10,12 +10,10 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine.core import EngineCore
-from paceline.engine.factory import make_core
 from paceline.proving.distribution import Draw, Verdict, judge
 from paceline.proving.drive import RoundRecorder, complete, runner_of, tokens_of
 from paceline.proving.gates import Violation, accepted_as_coupled, nothing_held
 from paceline.proving.lossless import (
-    ALL_DRAFTS,
     GREEDY,
     PLAIN,
     Mode,
@@ -73,17 +71,15 @@ class ClosenessProof:
     def __init__(
         self, target: EngineConfig, drafter: Mapping[str, Any], prompts: Sequence[list[int]], max_tokens: int
     ) -> None:
-        self._target = {name: getattr(target, name) for name in EngineConfig.__struct_fields__}
-        self._drafter = dict(drafter)
+        self._target = target
+        self._drafter = drafter
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._plain: dict[str, list[list[int]]] = {}
 
     def run(self, mode: Mode) -> list[ScoredResult]:
         """Greedy and temperature 1, on one engine whose cache is emptied in between."""
-        speculative = {} if mode.speculative is None else {**ALL_DRAFTS, **self._drafter, **mode.speculative}
-        options = {**self._target, **mode.options, "speculative_config": speculative}
-        core = make_core(EngineConfig.of(**options), lookahead=mode.lookahead)
+        core = mode.core(self._target, self._drafter)
         return [self._run(core, mode, sampling) for sampling in (GREEDY, PLAIN)]
 
     def _run(self, core: EngineCore, mode: Mode, sampling: Sampling) -> ScoredResult:

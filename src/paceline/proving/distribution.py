@@ -95,7 +95,7 @@ def judge(draws: Sequence[Draw], seed: int = 0) -> Verdict:
     return Verdict(results, holm(results), bool(holm(planted)))
 
 
-def plant(draws: Sequence[Draw], rng: random.Random, share: float = PLANTED_SHARE) -> list[Draw]:
+def plant(draws: Sequence[Draw], rng: random.Random) -> list[Draw]:
     """``draws`` with the drafter's favourite taken unasked in a share of the verified rows."""
     return [
         Draw(
@@ -108,7 +108,7 @@ def plant(draws: Sequence[Draw], rng: random.Random, share: float = PLANTED_SHAR
             draw.favourite_above,
             True,
         )
-        if draw.draft_position and rng.random() < share
+        if draw.draft_position and rng.random() < PLANTED_SHARE
         else draw
         for draw in draws
     ]

@@ -21,6 +21,8 @@ from paceline.sampling.params import SamplingParams
 NEAR_TIE = 1e-3
 """Choices whose two best scores are closer than this may differ between two ways to compute them."""
 LOGPROB_TOLERANCE = 1e-4
+MAX_Z = 4.5
+"""Standard deviations that a sum may be off by accident."""
 ENOUGH_HEDGED = 256
 """Hedged spans among which some are won and some are lost, whatever the drafter."""
 
@@ -154,7 +156,7 @@ def drafts_as_recomputed(redrafted: Sequence[Redrafted]) -> list[Violation]:
     return violations
 
 
-def accepted_as_coupled(redrafted: Sequence[Redrafted], max_z: float = 4.5) -> list[Violation]:
+def accepted_as_coupled(redrafted: Sequence[Redrafted]) -> list[Violation]:
     """At temperature 1 as many drafts must stand as two distributions under one noise make agree.
 
     Each verified draft stands with a known chance given the tokens before it, so the sum of (stood - chance)
@@ -170,7 +172,7 @@ def accepted_as_coupled(redrafted: Sequence[Redrafted], max_z: float = 4.5) -> l
     if variance == 0:
         return []
     z = excess / math.sqrt(variance)
-    if abs(z) <= max_z:
+    if abs(z) <= MAX_Z:
         return []
     return [Violation("coupling", "all rounds", f"{excess:+.1f} accepted drafts against theory, z = {z:.1f}")]
 

@@ -85,6 +85,17 @@ class Mode:
     passes: int = 1
     share: int = 1
 
+    def core(self, target: EngineConfig, drafter: Mapping[str, Any]) -> EngineCore:
+        """An engine in this mode.
+
+        Args:
+            target: engine options that name the model.
+            drafter: fields of the speculative config that name the drafter.
+        """
+        speculative = {} if self.speculative is None else {**ALL_DRAFTS, **drafter, **self.speculative}
+        options = {**msgspec.structs.asdict(target), **self.options, "speculative_config": speculative}
+        return make_core(EngineConfig.of(**options), lookahead=self.lookahead)
+
 
 def all_modes(prompts: Sequence[list[int]], max_tokens: int, block_size: int = 16) -> list[Mode]:
     """Every mode, sized for these prompts."""
@@ -169,7 +180,6 @@ class LosslessProof:
         drafter: fields of the speculative config that name the drafter.
         prompts: token ids.
         max_tokens: tokens to generate for each.
-        samplings: ways to sample.
         reference: plain output, when it is known from another proof of the same prompts.
     """
 
@@ -179,26 +189,19 @@ class LosslessProof:
         drafter: Mapping[str, Any],
         prompts: Sequence[list[int]],
         max_tokens: int,
-        samplings: Sequence[Sampling] = SAMPLINGS,
         reference: Reference | None = None,
     ) -> None:
-        self._target = {name: getattr(target, name) for name in EngineConfig.__struct_fields__}
-        self._drafter = dict(drafter)
+        self._target = target
+        self._drafter = drafter
         self._prompts = prompts
         self._max_tokens = max_tokens
-        self._samplings = samplings
         self.reference = self._plain() if reference is None else reference
-
-    def core(self, mode: Mode) -> EngineCore:
-        """An engine in a mode."""
-        speculative = {} if mode.speculative is None else {**ALL_DRAFTS, **self._drafter, **mode.speculative}
-        options = {**self._target, **mode.options, "speculative_config": speculative}
-        return make_core(EngineConfig.of(**options), lookahead=mode.lookahead)
 
     def _plain(self) -> Reference:
         """What each prompt gives without drafts and cache."""
-        core = self.core(Mode("plain", {"enable_prefix_caching": False}, speculative=None))
-        return {sampling.name: tokens_of(self._complete(core, sampling, 1)) for sampling in self._samplings}
+        mode = Mode("plain", {"enable_prefix_caching": False}, speculative=None)
+        core = mode.core(self._target, self._drafter)
+        return {sampling.name: tokens_of(self._complete(core, sampling, 1)) for sampling in SAMPLINGS}
 
     def _complete(self, core: EngineCore, sampling: Sampling, share: int) -> list[list[SequenceOutput]]:
         params = sampling.params(len(self._prompts), self._max_tokens)
@@ -212,9 +215,9 @@ class LosslessProof:
             share: only every so many-th prompt, on top of the mode's own share.
         """
         share *= mode.share
-        core = self.core(mode)
+        core = mode.core(self._target, self._drafter)
         results = []
-        for sampling in self._samplings:
+        for sampling in SAMPLINGS:
             core.reset_prefix_cache()
             result = ModeResult(mode.name, sampling.name)
             before = msgspec.structs.replace(core.stats())

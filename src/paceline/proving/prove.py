@@ -144,12 +144,9 @@ class _Prover:
         self._exact = plain.info.device == "cpu" and plain.info.dtype == "float32"
         self._prompts = self._make_prompts(plain)
 
-    def _core(
-        self, options: Mapping[str, Any], speculative: Mapping[str, Any] | None = None, lookahead: int = 0
-    ) -> EngineCore:
-        chosen = self._drafter if speculative is None else speculative
-        fields = {**self._base, **options, "speculative_config": chosen}
-        return make_core(EngineConfig.of(**fields), lookahead=lookahead)
+    def _core(self, options: Mapping[str, Any], speculative: Mapping[str, Any]) -> EngineCore:
+        fields = {**self._base, **options, "speculative_config": speculative}
+        return make_core(EngineConfig.of(**fields), lookahead=0)
 
     # ------------------------------------------------------------------ prompts
 

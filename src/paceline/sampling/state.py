@@ -189,10 +189,6 @@ class SamplingState:
         self.floats.index_copy_(0, slots, floats)
         self.ints.index_copy_(0, slots, ints)
 
-    def set_slot(self, slot: int, params: SamplingParams, seed: int, prompt_len: int) -> None:
-        """``set_slots`` for one sequence."""
-        self.set_slots([SlotSampling(slot, params, seed, prompt_len)])
-
     def fixed_kind(self, slot: int) -> FixedKind | None:
         """What ``sample_fixed`` must be able to do for a slot; None when it cannot report so many
         log-probabilities.

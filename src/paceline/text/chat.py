@@ -1,8 +1,7 @@
 """Chat messages to prompt token ids, through the checkpoint's own Jinja template.
 
 Templates run in Jinja's immutable sandbox with the names Hugging Face templates expect, bounded in output
-size. What
-comes from the request is data to them: its strings can never become control tokens (see
+size. What comes from the request is data to them: its strings can never become control tokens (see
 ``ChatTemplate.render``).
 """
 
@@ -39,13 +38,12 @@ class ChatTemplate:
     Safe to share between threads.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, *, tool_source: str | None = None) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Compile.
 
         Args:
             source: Jinja text, as in ``tokenizer_config.json``.
             tokenizer: encodes the rendering; gives the template ``bos_token`` and the like.
-            tool_source: another template for requests with tools, for checkpoints that have two.
 
         Raises:
             CheckpointError: the template does not compile.
@@ -54,8 +52,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._environment = _Environment()
         self._template = self._compile(source)
-        self._tool_template = self._template if tool_source is None else self._compile(tool_source)
-        self._sources = (source, tool_source or "")
 
     @classmethod
     def from_folder(
@@ -91,7 +87,7 @@ class ChatTemplate:
                     f"{folder} has chat templates named {sorted(named)} but none named 'default': "
                     "choose one and pass it with --chat-template."
                 )
-            return cls(named["default"], tokenizer, tool_source=named.get("tool_use"))
+            return cls(named["default"], tokenizer)
         return None if found is None else cls(found, tokenizer)
 
     def render(
@@ -99,13 +95,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         max_chars: int = 1 << 24,
     ) -> list[int]:
         """Prompt token ids of a conversation.
 
-        **Control tokens come from the template only.** Every string of the request (messages, tools, keyword
+        **Control tokens come from the template only.** Every string of the request (messages, keyword
         arguments) passes the shield first: where it holds the text of a control token, the first character
         is replaced by a stand-in (``shield.py``), and the rendering is cut there before it is tokenised. All
         ordinary text renders and tokenises exactly as the template's authors see it, merges across the
@@ -121,7 +116,6 @@ class ChatTemplate:
             messages: dicts with ``role`` and ``content`` (a string, a list of text parts, or None), and
                 whatever else the template reads, such as ``tool_calls`` or ``reasoning_content``.
             add_generation_prompt: end with the opening of an assistant message.
-            tools: tool definitions, as in the OpenAI API.
             template_kwargs: further names for the template, such as ``enable_thinking``.
             max_chars: longest rendering allowed.
 
@@ -130,23 +124,22 @@ class ChatTemplate:
         """
         data = {
             "messages": [_plain_message(message, index) for index, message in enumerate(messages)],
-            "tools": list(tools) if tools else None,
+            "tools": None,  # templates may ask whether it is none
             **_checked_kwargs(template_kwargs or {}),
         }
         _check_nesting(data)
         tokenizer, shield = self._tokenizer, self._tokenizer.shield
         data = map_strings(data, tokenizer.normalized)
         texts = strings_in(data)
-        template = self._tool_template if tools else self._template
 
         def run(change: Callable[[str], str]) -> str:
             # keyword arguments keep their names: the template could not find them under others
             marked = {name: map_strings(value, change) for name, value in data.items()}
-            return self._run(template, marked, add_generation_prompt, max_chars)
+            return self._run(marked, add_generation_prompt, max_chars)
 
         if not any(map(shield.concerns, texts)):
             return tokenizer.encode(run(lambda text: text), add_special_tokens=False)
-        stand_ins = shield.stand_ins([*texts, *self._sources])
+        stand_ins = shield.stand_ins([*texts, self.source])
         marked = run(lambda text: shield.mark_literals(text, stand_ins))
         safe = run(lambda text: shield.mark_all(text, stand_ins))
         same = shield.literals_in(marked, stand_ins) == shield.literals_in(safe, stand_ins)
@@ -160,14 +153,12 @@ class ChatTemplate:
                 f"the chat template does not compile: {error.message} (line {error.lineno})."
             ) from error
 
-    def _run(
-        self, template: jinja2.Template, data: Mapping[str, Any], add_generation_prompt: bool, max_chars: int
-    ) -> str:
+    def _run(self, data: Mapping[str, Any], add_generation_prompt: bool, max_chars: int) -> str:
         names = {**self._tokenizer.special_tokens, **data, "add_generation_prompt": add_generation_prompt}
         parts: list[str] = []
         length = 0
         try:
-            for part in template.generate(names):
+            for part in self._template.generate(names):
                 length += len(part)
                 if length > max_chars:
                     raise ContextLengthError(

@@ -217,20 +217,6 @@ class Tokenizer:
         words)."""
         return max(map(len, self._backend.get_vocab())) if self.byte_level else None
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's own end-of-sequence id. ``generation_config.json`` may name more."""
-        return self._named_id("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The tokenizer's beginning-of-sequence id, if it has one."""
-        return self._named_id("bos_token")
-
-    def _named_id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self.token_to_id(text)
-
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or {} when there is no such file.

@@ -33,7 +33,7 @@ _RING_BYTES, _WINDOW_BYTES = 194_560, 90_000
 _CHUNK_UNITS, _MAX_GROUPS = 5, 2
 _CHUNKS = (2, 4)
 """Chunks of the input that a warp may hold at once, by variant of the kernel: the fewer the faster."""
-_WARPS, _PRODUCERS = 8, 2
+_WARPS = 8
 _UNIT = _WARPS * 32
 _TILE_ROWS = 16
 MAX_HIDDEN = _CHUNKS[-1] * _CHUNK_UNITS * _UNIT
