@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from paceline.bench.driver import Driver, with_every_draft
 from paceline.bench.machine import describe_machine
 from paceline.config import EngineConfig
-from paceline.models.attention import DenseCausalContext
-from paceline.models.draft_attention import DenseDraftContext
 from paceline.models.drafter import Drafter
 from paceline.proving.drive import Round, RoundRecorder, complete, runner_of
 from paceline.proving.prompts import read_prompts
+from paceline.proving.redraft import by_life, dense_blocks
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.planner import UNIT, allot
 from paceline.text.tokenizer import Tokenizer
@@ -63,11 +62,7 @@ def rounds_of(temperature: float, repeats: int) -> tuple[Drafter, list[list[Roun
             complete(driver.core, prompts, params)
     stage = runner_of(driver.core).drafting
     assert stage is not None
-    lives: dict[int, list[Round]] = defaultdict(list)
-    for item in recorder.rounds:
-        if len(item.drafts) == stage.num_drafts:
-            lives[item.life].append(item)
-    return stage.drafter, list(lives.values())
+    return stage.drafter, by_life(item for item in recorder.rounds if len(item.drafts) == stage.num_drafts)
 
 
 @torch.inference_mode()
@@ -75,16 +70,9 @@ def said(drafter: Drafter, rounds: list[Round]) -> tuple[FloatArray, FloatArray]
     """That each draft and all before it stand, by the drafter's confidence and by its probabilities: [N, g]
     each.
     """
-    tokens = torch.tensor([*rounds[-1].context, *rounds[-1].tokens])
-    positions = torch.arange(len(tokens))
-    _, taps = drafter.target(
-        tokens[None], positions[None], DenseCausalContext(), drafter.config.tap_layer_ids
-    )
-    k, v = drafter.context_kv(drafter.context_features(taps), positions[None])
-    starts = torch.tensor([[item.start for item in rounds]])
-    slots = drafter.slots(drafter(tokens[starts], starts, DenseDraftContext(k, v, starts)))
+    blocks = dense_blocks(drafter, rounds[-1].text, [item.start for item in rounds])
     drafts = torch.tensor([[item.drafts for item in rounds]])
-    chain = drafter.chain(slots, tokens[starts], drafts)
+    chain = drafter.chain(blocks.slots, blocks.anchors, drafts)
     assert chain.confidence is not None
     probability = chain.logits.softmax(-1).gather(-1, drafts[..., None])[0, ..., 0].cumprod(-1)
     return drafter.survival(chain.confidence)[0].double().numpy(), probability.double().numpy()

@@ -10,7 +10,7 @@ out.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -24,11 +24,10 @@ from paceline.bench.machine import describe_engine, describe_machine
 from paceline.bench.report import Column, Plot, Report, Row
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.models.attention import DenseCausalContext
-from paceline.models.draft_attention import DenseDraftContext
 from paceline.models.drafter import Drafter
 from paceline.proving.drive import Round, RoundRecorder, complete, runner_of
 from paceline.proving.prompts import read_prompts
+from paceline.proving.redraft import by_life, dense_blocks
 from paceline.sampling.params import SamplingParams
 from paceline.text.tokenizer import Tokenizer
 
@@ -139,32 +138,22 @@ def study(drafter: Drafter, rounds: Iterable[Round], num_drafts: int) -> list[Br
         rounds: any, in order. Those whose block overhangs the end of their text are left out.
         num_drafts: drafts per round.
     """
-    lives: dict[int, list[Round]] = defaultdict(list)
-    for item in rounds:
-        lives[item.life].append(item)
-    return [item for life in lives.values() for item in _study_life(drafter, life, num_drafts)]
+    return [item for life in by_life(rounds) for item in _study_life(drafter, life, num_drafts)]
 
 
 def _study_life(drafter: Drafter, rounds: Sequence[Round], num_drafts: int) -> Iterator[Break]:
-    target = drafter.target
-    device = target.embed_tokens.weight.device
-    tokens = torch.tensor([*rounds[-1].context, *rounds[-1].tokens], device=device)
-    whole = [item.start for item in rounds if item.start + num_drafts < len(tokens)]
+    text = rounds[-1].text
+    whole = [item.start for item in rounds if item.start + num_drafts < len(text)]
     if not whole:
         return
-    positions = torch.arange(len(tokens), device=device)
-    _, taps = target(tokens[None], positions[None], DenseCausalContext(), drafter.config.tap_layer_ids)
-    k, v = drafter.context_kv(drafter.context_features(taps), positions[None])
-    starts = torch.tensor([whole], device=device)  # [1, A]
-    anchors = tokens[starts]
-    slots = drafter.slots(drafter(anchors, starts, DenseDraftContext(k, v, starts)), num_drafts)
-    truth = tokens[starts[..., None] + torch.arange(1, num_drafts + 1, device=device)]  # [1, A, g]
+    tokens, _, starts, anchors, slots = dense_blocks(drafter, text, whole, num_drafts)
+    offsets = torch.arange(num_drafts, device=tokens.device)
+    truth = tokens[starts[..., None] + offsets + 1]  # [1, A, g]
     chain = drafter.chain(slots, anchors)
     accepted = _stands(chain.tokens, truth)  # [1, A]
     at = accepted.clamp(max=num_drafts - 1)[..., None]
     # The chain that takes the second best where the first broke.
-    before = torch.arange(num_drafts, device=device) < at
-    hedge = torch.where(before, chain.tokens, -1).scatter(-1, at, chain.runner_up.gather(-1, at))
+    hedge = torch.where(offsets < at, chain.tokens, -1).scatter(-1, at, chain.runner_up.gather(-1, at))
     gain = (_stands(drafter.chain(slots, anchors, hedge).tokens, truth) - accepted).clamp(min=0)
     scores = chain.logits.gather(-2, at[..., None].expand(-1, -1, -1, chain.logits.shape[-1]))[..., 0, :]
     ranks = _ranks(drafter, scores[0], truth.gather(-1, at)[0, :, 0])

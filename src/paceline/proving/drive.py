@@ -82,6 +82,11 @@ class Round:
     tokens: list[int]
 
     @property
+    def text(self) -> list[int]:
+        """The sequence's tokens after the round."""
+        return [*self.context, *self.tokens]
+
+    @property
     def start(self) -> int:
         """Position of the anchor."""
         return len(self.context) - 1
