@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from paceline.errors import ConfigError
+from paceline.models.config import LoadFormat
 from paceline.speculation.config import SpeculativeConfig
 
 ASSETS = Path(__file__).parent / "assets"
@@ -18,7 +19,6 @@ BUNDLED_DRAFTERS = {"dspark": ASSETS / "mini-dspark", "dflash": ASSETS / "mini-d
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
 
 
 # Beyond these, libraries crash before anything of ours could say what is wrong.

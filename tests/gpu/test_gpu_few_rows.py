@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.bench.geometry import geometry_folder
+from paceline.json_files import read_json
 from paceline.models.attention import KVCache, PagedContext
-from paceline.models.config import Qwen3Config, read_json
+from paceline.models.config import Qwen3Config
 from paceline.models.drafter import Drafter
 from paceline.models.drafter_dialects import read_drafter_config
 from paceline.models.qwen3 import Qwen3ForCausalLM

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from paceline.bench.geometry import geometry_folder
-from paceline.models.config import Qwen3Config, read_json
+from paceline.json_files import read_json
+from paceline.models.config import Qwen3Config
 from paceline.models.drafter import Drafter
 from paceline.models.drafter_dialects import read_drafter_config
 from paceline.models.drafter_loader import load_drafter

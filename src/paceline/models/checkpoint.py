@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.models.config import SUPPORTED_DTYPES, read_json
+from paceline.json_files import read_json
+from paceline.models.config import SUPPORTED_DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,20 @@ Free of torch: the scheduler and the server read it too. Defaults for absent key
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from paceline.errors import CheckpointError
+from paceline.json_files import read_json
 from paceline.models.fields import REQUIRED, Fields
 
 SUPPORTED_ARCHITECTURES: Final = ("Qwen3ForCausalLM",)
 SUPPORTED_ROPE_TYPES: Final = ("default", "linear", "yarn")
 SUPPORTED_DTYPES: Final = ("float32", "bfloat16", "float16")
+LoadFormat = Literal["auto", "dummy"]
+"""Weights as they are stored, or drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -334,16 +336,3 @@ def read_dtype(fields: Fields) -> str | None:
     if name not in SUPPORTED_DTYPES:
         raise fields.wrong("dtype", name, f"one of {', '.join(SUPPORTED_DTYPES)}")
     return name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object. Raises CheckpointError when it is missing or is not one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a checkpoint folder needs a config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, expected an object")
-    return values

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.errors import CheckpointError
-from paceline.models.config import Qwen3Config, read_json
+from paceline.json_files import read_json
+from paceline.models.config import Qwen3Config
 from paceline.models.drafter_config import MARKOV_KINDS, DrafterConfig
 from paceline.models.fields import Fields
 

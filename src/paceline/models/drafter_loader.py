@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.json_files import read_json
 from paceline.models.checkpoint import (
     StoredTensor,
     check_tensors,
@@ -19,11 +20,11 @@ from paceline.models.checkpoint import (
     stream_tensors,
     write_folder,
 )
-from paceline.models.config import read_json
+from paceline.models.config import LoadFormat
 from paceline.models.drafter import Drafter
 from paceline.models.drafter_config import DrafterConfig
 from paceline.models.drafter_dialects import load_drafter_config
-from paceline.models.loader import LoadFormat, randomize
+from paceline.models.loader import randomize
 from paceline.models.qwen3 import Qwen3ForCausalLM
 
 _EMBEDDING: Final = "embed_tokens.weight"

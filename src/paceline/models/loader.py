@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ from paceline.models.checkpoint import (
     stream_tensors,
     write_folder,
 )
-from paceline.models.config import Qwen3Config
+from paceline.models.config import LoadFormat, Qwen3Config
 from paceline.models.qwen3 import Attention, DecoderLayer, Qwen3ForCausalLM, freeze
 
-LoadFormat = Literal["auto", "dummy"]
 _HEAD: Final = "lm_head.weight"
 
 

@@ -53,6 +53,14 @@ def cache_slots(tables: Tensor, block_size: int, slots: Tensor, positions: Tenso
     return blocks.long() * block_size + position % block_size
 
 
+def _owned_slots(
+    owned: Tensor, tables: Tensor, block_size: int, slots: Tensor, positions: Tensor, scratch: int
+) -> Tensor:
+    """Where rows' K and V go: to their own places where they are ``owned``, else into the scratch block."""
+    own = cache_slots(tables, block_size, slots, positions)
+    return torch.where(owned, own, scratch + positions % block_size)
+
+
 def span_rows(
     slots: Tensor,
     drafts: Tensor,
@@ -70,8 +78,8 @@ def span_rows(
     positions = (num_computed[slots][:, None] + offset).view(-1).clamp(max=last)
     fed = tokens.view(-1)[row_slot.long() * tokens.shape[1] + positions]
     real = (offset <= drafts[:, None]).view(-1)
-    own = cache_slots(block_tables, block_size, row_slot, positions)
-    return positions, fed, torch.where(real, own, scratch + positions % block_size), row_slot
+    kv_slots = _owned_slots(real, block_tables, block_size, row_slot, positions, scratch)
+    return positions, fed, kv_slots, row_slot
 
 
 def allot_drafts(slots: Tensor, limits: Tensor, leads: Tensor, chances: Tensor, num_rows: int) -> Tensor:
@@ -111,8 +119,7 @@ def packed_rows(
     row_slot = torch.cat((slots, slots.new_full((1,), spare)))[row_seq]
     positions = (num_computed[row_slot] + row - row_start[row_seq]).clamp(max=last)
     fed = tokens.view(-1)[row_slot.long() * tokens.shape[1] + positions]
-    own = cache_slots(block_tables, block_size, row_slot, positions)
-    kv_slots = torch.where(row_seq < len(slots), own, scratch + positions % block_size)
+    kv_slots = _owned_slots(row_seq < len(slots), block_tables, block_size, row_slot, positions, scratch)
     return row_start, row_seq, positions, fed, kv_slots, row_slot
 
 
@@ -133,9 +140,8 @@ def block_rows(
     positions = (starts[:, None] + offset).view(-1)
     anchors = tokens.view(-1)[slots.long() * tokens.shape[1] + starts]
     fed = torch.where(offset == 0, anchors[:, None], mask_id).view(-1)
-    own = cache_slots(tables, block_size, slots.repeat_interleave(width), positions)
-    there = (reserved != 0).repeat_interleave(width)
-    return starts, positions, fed, torch.where(there, own, scratch + positions % block_size)
+    row_slot, there = slots.repeat_interleave(width), (reserved != 0).repeat_interleave(width)
+    return starts, positions, fed, _owned_slots(there, tables, block_size, row_slot, positions, scratch)
 
 
 def place_drafts(slots: Tensor, drafts: Tensor, num_computed: Tensor, tokens: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.sampling.processors import SampleRows, process_spans
-from paceline.sampling.sampler import LogprobTensors, SampleOutput, draw_ordered, draw_plain, score
+from paceline.sampling.sampler import LogprobTensors, SampleOutput, draw_ordered, draw_plain, pick_cuda, score
 from paceline.sampling.state import FIXED_K, FIXED_TOP, INV_TEMPERATURE, TOP_K, FixedKind, SamplingState
 
 PART_ROWS = 64
@@ -39,9 +39,8 @@ def sample_fixed(
         ``FIXED_TOP`` most likely tokens.
     """
     if kind == "greedy":
-        greedy = (
-            _pick_cuda(logits, rows, state, kind) if logits.is_cuda else logits.argmax(-1).to(torch.int32)
-        )
+        on_gpu = logits.is_cuda
+        greedy = pick_cuda(logits, rows, state, False) if on_gpu else logits.argmax(-1).to(torch.int32)
         return SampleOutput(greedy, None)
     logits = logits.float()
     if kind != "full":
@@ -73,23 +72,10 @@ def _pieces(num_spans: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, num_spans)
 
 
-def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, kind: FixedKind) -> Tensor:
-    """Tokens [Q] of logits [Q, V] on a GPU: the largest kept, with noise where rows are random."""
-    from paceline.sampling.triton_filters import last_kept
-    from paceline.sampling.triton_sampler import sample_argmax
-
-    last = None
-    if kind != "greedy" and kind != "random":
-        last = last_kept(logits, rows.slots, state.floats, state.ints)
-    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, last=last, out=tokens)
-    return tokens
-
-
 def _pick(logits: Tensor, rows: SampleRows, state: SamplingState, kind: FixedKind) -> Tensor:
     """Tokens [Q] of processed logits [Q, V]."""
     if logits.is_cuda:
-        return _pick_cuda(logits, rows, state, kind)
+        return pick_cuda(logits, rows, state, kind != "random")
     random = state.floats[rows.slots, INV_TEMPERATURE] > 0
     if kind == "filtered" or kind == "full":
         drawn = draw_ordered(logits, rows, state, logits.shape[1])

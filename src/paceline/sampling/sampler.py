@@ -27,7 +27,16 @@ from paceline.sampling.state import (
     upload,
 )
 
-__all__ = ["LogprobTensors", "SampleOutput", "SampleRows", "draw_ordered", "draw_plain", "sample", "score"]
+__all__ = [
+    "LogprobTensors",
+    "SampleOutput",
+    "SampleRows",
+    "draw_ordered",
+    "draw_plain",
+    "pick_cuda",
+    "sample",
+    "score",
+]
 
 FIRST_LOOK = 256
 """On the CPU, a row with top_p alone first tries so many of its largest tokens and is sorted if need be."""
@@ -81,7 +90,8 @@ def sample(
         chosen_from = logits[upload(features.logprobs, logits.device, torch.int64)]
     process(logits, rows, state, features)
     if logits.is_cuda:
-        tokens = _pick_cuda(logits, rows, state, features)
+        filtered = features.plain_min_p or any(map(len, (features.short, features.nucleus, features.large)))
+        tokens = pick_cuda(logits, rows, state, filtered)
     else:
         tokens = _pick_cpu(logits, rows, state, features)
     if chosen_from is None:
@@ -150,14 +160,17 @@ def _pick_cpu(logits: Tensor, rows: SampleRows, state: SamplingState, features: 
     return tokens
 
 
-def _pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, features: SamplingFeatures) -> Tensor:
+def pick_cuda(logits: Tensor, rows: SampleRows, state: SamplingState, filtered: bool) -> Tensor:
+    """Tokens [Q] int32 of logits [Q, V] on a GPU: the largest kept, with noise where rows are random.
+
+    Args:
+        filtered: whether any row may have a filter.
+    """
     from paceline.sampling.triton_filters import last_kept  # Triton is not there on a CPU-only install
     from paceline.sampling.triton_sampler import sample_argmax
 
-    last = None
-    if features.plain_min_p or len(features.short) or len(features.nucleus) or len(features.large):
-        last = last_kept(logits, rows.slots, state.floats, state.ints)
-    tokens = torch.empty(features.num_rows, dtype=torch.int32, device=logits.device)
+    last = last_kept(logits, rows.slots, state.floats, state.ints) if filtered else None
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     sample_argmax(logits, rows.slots, rows.positions, state.floats, state.ints, last=last, out=tokens)
     return tokens
 

@@ -21,8 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, shown
+from paceline.json_files import read_json
 from paceline.text.shield import map_strings, strings_in
-from paceline.text.tokenizer import Tokenizer, read_json_object
+from paceline.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _MAX_INTERMEDIATE_LEN = 1 << 24  # characters or items one expression of a template may build
@@ -79,7 +80,7 @@ class ChatTemplate:
             return cls(_read_template(folder / TEMPLATE_FILE), tokenizer)
         found = tokenizer.config.get("chat_template")
         if found is None:
-            found = read_json_object(folder / "chat_template.json").get("chat_template")
+            found = read_json(folder / "chat_template.json", required=False).get("chat_template")
         if isinstance(found, list):
             named = {entry["name"]: entry["template"] for entry in found}
             if "default" not in named:

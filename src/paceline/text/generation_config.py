@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.text.tokenizer import read_json_object
+from paceline.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def load_generation_defaults(folder: str | Path, mode: str = "auto") -> Generati
     if mode not in ("auto", "none", "vllm"):
         raise ConfigError(f"generation config mode is {mode!r}; it must be 'auto' or 'none' (alias 'vllm').")
     path = Path(folder) / GENERATION_CONFIG_FILE
-    config = read_json_object(path)
+    config = read_json(path, required=False)
     eos = _eos_ids(config.get("eos_token_id"), path)
     if mode != "auto":
         return GenerationDefaults(eos_token_ids=eos)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, RequestError
+from paceline.json_files import read_json
 from paceline.text.shield import Shield
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -91,8 +91,8 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
-        config = read_json_object(folder / "special_tokens_map.json")
-        config.update(read_json_object(folder / "tokenizer_config.json"))
+        config = read_json(folder / "special_tokens_map.json", required=False)
+        config.update(read_json(folder / "tokenizer_config.json", required=False))
         return cls(backend, config)
 
     # -- text to ids -----------------------------------------------------------------------------------------
@@ -216,20 +216,6 @@ class Tokenizer:
         """Characters that no token's text exceeds; None where a token may stand for any text (unknown
         words)."""
         return max(map(len, self._backend.get_vocab())) if self.byte_level else None
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or {} when there is no such file.
-
-    Raises:
-        CheckpointError: the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{path} is not a JSON object: {error}") from error
 
 
 def _apply_added_tokens(backend: Backend, config: Mapping[str, Any]) -> None:

@@ -17,6 +17,15 @@ from torch import Tensor
 BLOCK = 256
 
 
+@triton.jit
+def _cache_slot(tables_ptr, table_stride, slot, position, inside, owned, scratch, P: tl.constexpr):
+    """Where a row's K and V go (int64): its own place where it is ``owned``, else one that is nobody's."""
+    block = tl.load(tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
+    own = block.to(tl.int64) * P + position % P
+    nobodys = tl.zeros_like(own) + scratch + position % P
+    return tl.where(owned, own, nobodys)
+
+
 @triton.jit(
     do_not_specialize=[
         "slots_ptr",
@@ -58,12 +67,11 @@ def _span_rows_kernel(
     drafts = tl.load(drafts_ptr + seq, mask=inside, other=0)
     position = tl.minimum(tl.load(num_computed_ptr + slot, mask=inside, other=0) + offset, last)
     token = tl.load(token_table_ptr + slot * token_stride + position, mask=inside, other=0)
-    block = tl.load(block_tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
-    own = block.to(tl.int64) * P + position % P
-    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    real = offset <= drafts
+    kv_slot = _cache_slot(block_tables_ptr, table_stride, slot, position, inside, real, scratch, P)
     tl.store(positions_ptr + row, position, mask=inside)
     tl.store(tokens_ptr + row, token, mask=inside)
-    tl.store(kv_slots_ptr + row, tl.where(offset <= drafts, own, nobodys), mask=inside)
+    tl.store(kv_slots_ptr + row, kv_slot, mask=inside)
     tl.store(row_slots_ptr + row, slot.to(tl.int32), mask=inside)
 
 
@@ -242,13 +250,11 @@ def _packed_rows_kernel(
     slot = tl.where(owned, slot, spare).to(tl.int64)
     position = tl.minimum(tl.load(num_computed_ptr + slot, mask=inside, other=0) + offset, last)
     token = tl.load(token_table_ptr + slot * token_stride + position, mask=inside, other=0)
-    block = tl.load(block_tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
-    own = block.to(tl.int64) * P + position % P
-    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    kv_slot = _cache_slot(block_tables_ptr, table_stride, slot, position, inside, owned, scratch, P)
     tl.store(row_seq_ptr + row, owner, mask=inside)
     tl.store(positions_ptr + row, position, mask=inside)
     tl.store(tokens_ptr + row, token, mask=inside)
-    tl.store(kv_slots_ptr + row, tl.where(owned, own, nobodys), mask=inside)
+    tl.store(kv_slots_ptr + row, kv_slot, mask=inside)
     tl.store(row_slots_ptr + row, slot.to(tl.int32), mask=inside)
 
 
@@ -343,13 +349,11 @@ def _block_rows_kernel(
     start = tl.load(num_computed_ptr + slot, mask=inside, other=0)
     position = start + offset
     anchor = tl.load(token_table_ptr + slot * token_stride + start, mask=is_anchor, other=0)
-    block = tl.load(tables_ptr + slot * table_stride + position // P, mask=inside, other=0)
-    own = block.to(tl.int64) * P + position % P
-    nobodys = tl.full((BLOCK,), 0, tl.int64) + scratch + position % P
+    kv_slot = _cache_slot(tables_ptr, table_stride, slot, position, inside, reserved != 0, scratch, P)
     tl.store(starts_ptr + seq, start, mask=is_anchor)
     tl.store(positions_ptr + row, position, mask=inside)
     tl.store(tokens_ptr + row, tl.where(offset == 0, anchor, mask_id), mask=inside)
-    tl.store(kv_slots_ptr + row, tl.where(reserved != 0, own, nobodys), mask=inside)
+    tl.store(kv_slots_ptr + row, kv_slot, mask=inside)
 
 
 def block_rows(
