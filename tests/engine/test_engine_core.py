@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from paceline.cache import BlockPool
 from paceline.engine.core import EngineCore
-from paceline.engine.messages import EngineInfo, EngineRequest, SequenceOutput
+from paceline.engine.messages import EngineRequest, SequenceOutput
 from paceline.errors import ContextLengthError, RequestError
 from paceline.runtime.plan import StepPlan
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.seeds import sequence_seed
+from support.info import engine_info
 from support.simulated_device import SimulatedDevice, expected_output
 
 VOCAB = 97
@@ -35,21 +36,7 @@ def make_core(
 ) -> tuple[EngineCore, SimulatedDevice]:
     device = device or SimulatedDevice(block_size, VOCAB)
     pool = BlockPool(num_blocks, block_size, enable_caching=caching, hash_key=b"test" * 4)
-    info = EngineInfo(
-        model="simulated",
-        folder="",
-        vocab_size=VOCAB,
-        max_model_len=num_blocks * block_size,
-        max_num_seqs=slots,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        eos_token_ids=[0],
-        max_logprobs=5,
-        device="simulated",
-        dtype="none",
-        weights_bytes=0,
-        ready_s=0.0,
-    )
+    info = engine_info(vocab_size=VOCAB, max_num_seqs=slots, block_size=block_size, num_blocks=num_blocks)
     return EngineCore(device, pool, info, max_num_batched_tokens=budget, lookahead=lookahead), device
 
 

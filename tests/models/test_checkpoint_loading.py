@@ -166,8 +166,10 @@ def test_tied_head_in_the_file(tensors: Tensors, tmp_path: Path) -> None:
 
 
 def test_old_rotary_buffers_are_skipped(tensors: Tensors, tmp_path: Path) -> None:
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    load_model(write(tmp_path, tensors))
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    loaded = named_tensors(load_model(write(tmp_path, {**tensors, **buffers})))
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
 
 
 def test_broken_folders(tensors: Tensors, tmp_path: Path) -> None:

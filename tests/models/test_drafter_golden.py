@@ -24,15 +24,8 @@ from paceline.models.qwen3 import Qwen3ForCausalLM
 from paceline.ops import BlockNoise
 from paceline.sampling.noise import gumbel, row_keys
 from paceline.sampling.state import INV_TEMPERATURE, NUM_FLOATS, NUM_INTS, SEED_KEY
+from support.engines import DRAFTERS
 
-DRAFTERS = (
-    "dflash_tiny_b16",
-    "dflash_tiny_b7_deepspec",
-    "dspark_tiny_b7",
-    "dspark_tiny_b7_gated",
-    "dspark_tiny_b7_rnn",
-    "dspark_tiny_b6_speculators",
-)
 DSPARK = tuple(name for name in DRAFTERS if name.startswith("dspark"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.sampling.params import SamplingParams
@@ -232,7 +233,8 @@ def test_how_many_tokens(api: Api, scripted: ScriptedEngine) -> None:
     assert _params(scripted).max_tokens == 6
 
 
-def test_metadata_and_empty_values_are_harmless(api: Api) -> None:
+def test_metadata_and_empty_values_are_harmless(api: Api, scripted: ScriptedEngine) -> None:
+    api.chat()
     api.chat(
         user="u",
         metadata={"a": "b"},
@@ -248,7 +250,12 @@ def test_metadata_and_empty_values_are_harmless(api: Api) -> None:
         stream_options=None,
         seed=None,
     )
+    api.complete()
     api.complete(best_of=1, suffix=None, use_beam_search=False)
+    chat, same_chat, text, same_text = (
+        msgspec.structs.replace(request, request_id="") for request in scripted.requests[-4:]
+    )
+    assert same_chat == chat and same_text == text
 
 
 def test_messages_this_server_returned_can_be_sent_back(api: Api, scripted: ScriptedEngine) -> None:

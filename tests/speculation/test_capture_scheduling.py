@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.cache import BlockPool
 from paceline.engine.core import EngineCore
-from paceline.engine.messages import EngineInfo, EngineRequest
+from paceline.engine.messages import EngineRequest
 from paceline.engine.planned import DraftLimits
 from paceline.runtime.plan import DraftUpdates, StepPlan
 from paceline.sampling.params import SamplingParams
@@ -26,6 +26,7 @@ from paceline.speculation.draft_state import (
     plan_restore,
 )
 from support.drafting_device import DraftingDevice
+from support.info import engine_info
 from support.simulated_device import expected_output
 
 VOCAB = 97
@@ -55,21 +56,7 @@ class Harness:
             max_positions=1000,
             counters=SpeculationCounters(NUM_DRAFTS),
         )
-        info = EngineInfo(
-            model="simulated",
-            folder="",
-            vocab_size=VOCAB,
-            max_model_len=num_blocks * BLOCK,
-            max_num_seqs=slots,
-            block_size=BLOCK,
-            num_blocks=num_blocks,
-            eos_token_ids=[0],
-            max_logprobs=5,
-            device="simulated",
-            dtype="none",
-            weights_bytes=0,
-            ready_s=0.0,
-        )
+        info = engine_info(vocab_size=VOCAB, max_num_seqs=slots, block_size=BLOCK, num_blocks=num_blocks)
         self.core = EngineCore(
             self.device,
             BlockPool(num_blocks, BLOCK, enable_caching=caching, hash_key=b"test" * 4),

@@ -91,17 +91,9 @@ class DraftingDevice(SimulatedDevice):
     def _forward(self, span: Span) -> tuple[int, list[int]]:
         """Write and check the target's K/V; returns the first position and all lineages."""
         slot = self.slots[span.slot]
-        fed = slot.tokens + self._drafts[span.slot][: span.drafts]
-        known = lineages(fed)
-        start = slot.computed
-        for position in range(start, start + span.rows):
-            assert position < len(fed), "a row was planned for a token that cannot exist"
-            self.cells[self._cell(slot, position)] = known[position]
-            for before in range(position):
-                assert self.cells.get(self._cell(slot, before)) == known[before], (
-                    f"slot {span.slot}: row {position} would read wrong K/V at {before}"
-                )
-        return start, known[: start + span.rows]
+        known = lineages(slot.tokens + self._drafts[span.slot][: span.drafts])
+        self._write(span.slot, span.rows, known)
+        return slot.computed, known[: slot.computed + span.rows]
 
     def _sample(self, span: Span) -> SpanResult:
         slot = self.slots[span.slot]

@@ -11,12 +11,13 @@ import httpx
 import msgspec
 
 from paceline.engine.frontend import Frontend, RequestState
-from paceline.engine.messages import EngineInfo, EngineRequest, EngineStats, SequenceOutput
+from paceline.engine.messages import EngineRequest, EngineStats, SequenceOutput
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import EngineDeadError
 from paceline.sampling.logprobs import Logprob
 from paceline.server.app import create_app
 from paceline.server.options import ServeOptions
+from support.info import engine_info
 
 MAX_MODEL_LEN = 256
 REPLY = "Hello 🙂, naïve world.\nEND of it"
@@ -37,20 +38,12 @@ class ScriptedEngine:
     """
 
     def __init__(self, folder: Path, reply: str = REPLY) -> None:
-        info = EngineInfo(
+        info = engine_info(
             model="org/mini",
             folder=str(folder),
             vocab_size=512,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
-            block_size=16,
-            num_blocks=64,
             eos_token_ids=[439],
-            max_logprobs=5,
-            device="cpu",
-            dtype="float32",
-            weights_bytes=1,
-            ready_s=1.0,
         )
         self.frontend = Frontend(info)
         self.reply = reply

@@ -114,13 +114,7 @@ class SimulatedDevice:
     def _run(self, slot_id: int, rows: int, sample: bool) -> SpanResult:
         slot = self.slots[slot_id]
         known = lineages(slot.tokens)
-        for position in range(slot.computed, slot.computed + rows):
-            assert position < len(slot.tokens), "a row was planned for a token that cannot exist"
-            self.cells[self._cell(slot, position)] = known[position]
-            for before in range(position):
-                assert self.cells.get(self._cell(slot, before)) == known[before], (
-                    f"slot {slot_id}: row {position} would read wrong K/V at {before}"
-                )
+        self._write(slot_id, rows, known)
         slot.computed += rows
         if not sample:
             return SpanResult([])
@@ -128,6 +122,17 @@ class SimulatedDevice:
         token = draw(known[-1], slot.seed, self.vocab_size)
         slot.tokens.append(token)
         return SpanResult([token])
+
+    def _write(self, slot_id: int, rows: int, known: list[int]) -> None:
+        """Write K/V of the next rows of a text with these lineages, and check what they would read."""
+        slot = self.slots[slot_id]
+        for position in range(slot.computed, slot.computed + rows):
+            assert position < len(known), "a row was planned for a token that cannot exist"
+            self.cells[self._cell(slot, position)] = known[position]
+            for before in range(position):
+                assert self.cells.get(self._cell(slot, before)) == known[before], (
+                    f"slot {slot_id}: row {position} would read wrong K/V at {before}"
+                )
 
     def _cell(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.table[position // self.block_size], position % self.block_size
