@@ -470,8 +470,9 @@ class Drafter(nn.Module):
         return slots.logits.float() + cast(Tensor, self.markov_head(previous, slots.hidden)).float()
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Raw confidence per slot, [*, g] fp32, for hidden [*, g, d] and the token before each slot, int "
-        "[*, g]."""
+        """Raw confidence per slot, [*, g] fp32, for hidden [*, g, d] and the token before each slot, int
+        [*, g].
+        """
         if self.confidence_head is None:
             return None
         if self.config.confidence_with_markov and self.markov_head is not None:

@@ -48,11 +48,10 @@ def kept_prefix(
 
     Args:
         scaled: [n, K] fp32 logits over temperature, in order; K >= the row's top_k, or all of the
-        vocabulary, or a
-            part of it with ``total`` given.
-        floats, ints: [n, ...] rows of the state's tables. total: [n] float64, when K is only a part of what
-        min_p and top_k keep: the mass of that, relative to exp(the
-            first logit).
+            vocabulary, or a part of it with ``total`` given.
+        floats, ints: [n, ...] rows of the state's tables.
+        total: [n] float64, when K is only a part of what min_p and top_k keep: the mass of that, relative to
+            exp(the first logit).
 
     Returns:
         kept [n, K] bool, and complete [n] bool: the kept prefix ends within these K.

@@ -1,10 +1,9 @@
 """Token ids to text, a few at a time, equal to decoding them all at once.
 
 For byte-level vocabularies (Qwen3's kind) a text is the concatenation of its tokens' bytes, so an incremental
-UTF-8
-decoder is the whole algorithm: exact, constant memory, linear time, and a replacement character comes out
-only once the
-bytes are certain to be invalid. Other vocabularies are decoded over a sliding window of tokens.
+UTF-8 decoder is the whole algorithm: exact, constant memory, linear time, and a replacement character comes
+out only once the bytes are certain to be invalid. Other vocabularies are decoded over a sliding window of
+tokens.
 """
 
 from __future__ import annotations

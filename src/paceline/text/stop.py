@@ -1,8 +1,7 @@
 """Stop strings over a stream of text.
 
 The rule, independent of how the text is split: the stop string that is *completed first* ends the output;
-among those
-completed by the same character the one that begins first. Each stop string is followed by a
+among those completed by the same character the one that begins first. Each stop string is followed by a
 Knuth-Morris-Pratt automaton (Knuth, Morris & Pratt 1977), whose state is the length of the longest suffix of
 the text that may still become the stop string. The longest of them over all stop strings is exactly what must
 be held back, so no part of a stop string ever leaks and nothing else is delayed. Time is linear in the text,
