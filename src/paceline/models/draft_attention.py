@@ -1,8 +1,8 @@
-"""Attention of a drafter's block over its context, dense: training and checks.
+"""Attention of a drafter's block over its context, dense: for checks.
 
 A drafter attends from the rows of a block to two sets of keys: the context rows (what the target's taps say
 about every position before the anchor) and the block itself. The paged version, whose context lives in the
-target's blocks, is the runtime's.
+target's blocks, is the runtime's; the one that training uses is in ``training/blocks.py``.
 """
 
 from __future__ import annotations
