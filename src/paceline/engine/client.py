@@ -189,8 +189,7 @@ class AsyncEngine:
         """Give the process something to answer now and then, so that silence means something."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            with contextlib.suppress(EngineDeadError):
-                self._send(StatsQuery(query_id=NOBODY))
+            self._tell(StatsQuery(query_id=NOBODY))
 
     async def _read(self) -> None:
         """Hand results to their streams for as long as the engine lives, and restart it when it dies."""
@@ -231,18 +230,18 @@ class AsyncEngine:
             return
         if update is None:
             return
-        if stop:
-            self._send(StopSequence(request_id=output.request_id, index=output.index))
         stream.queue.put_nowait(stream.state.output([update]))
         if stream.state.finished:
             self._streams.pop(output.request_id, None)
+        if stop:
+            self._tell(StopSequence(request_id=output.request_id, index=output.index))
 
     def _end(self, request_id: str, error: Exception) -> None:
         """End one request with an error, here and in the engine."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            self._send(AbortRequests(request_ids=[request_id]))
             stream.queue.put_nowait(error)
+            self._tell(AbortRequests(request_ids=[request_id]))
 
     async def _restart(self, reason: str) -> bool:
         """Fail what was in flight and start again. False when it died too often or the engine is closing."""
@@ -296,6 +295,14 @@ class AsyncEngine:
         if sent.exception() is not None:
             raise EngineDeadError("The engine is down: its process does not listen.")
 
+    def _tell(self, message: ToEngine) -> bool:
+        """Send what need not arrive if the engine is down; whether it was sent."""
+        try:
+            self._send(message)
+        except EngineDeadError:
+            return False
+        return True
+
     # ------------------------------------------------------------------ requests
 
     async def generate(
@@ -345,8 +352,7 @@ class AsyncEngine:
                     return
         finally:
             if self._streams.pop(request_id, None) is not None:
-                with contextlib.suppress(EngineDeadError):
-                    self._send(AbortRequests(request_ids=[request_id]))
+                self._tell(AbortRequests(request_ids=[request_id]))
 
     # ------------------------------------------------------------------ observation
 
@@ -392,10 +398,7 @@ class AsyncEngine:
         if self._closing:
             return
         self._closing = True
-        told = False
-        with contextlib.suppress(EngineDeadError):  # it is starting or down: nothing to wait for
-            self._send(Shutdown())
-            told = True
+        told = self._tell(Shutdown())  # if not, it is starting or down: nothing to wait for
         self._dead = "it was closed"
         self._fail_all(EngineDeadError("The engine was closed."))
         for task in self._tasks:
