@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.client import AsyncEngine, FrontendOptions, _Stream
 from paceline.engine.frontend import RequestState
-from paceline.engine.messages import EngineRequest, RequestRefused, SequenceOutput
+from paceline.engine.messages import EngineInfo, EngineRequest, RequestRefused, SequenceOutput
 from paceline.errors import EngineDeadError, RequestError
 from paceline.text import Tokenizer
 
@@ -27,6 +29,69 @@ def waiting(engine: AsyncEngine, tokenizer: Tokenizer | None = None, **params: A
     request = EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(**params))
     stream = engine._streams["r"] = _Stream(RequestState(request, None, tokenizer))
     return stream
+
+
+def info(**changes: Any) -> EngineInfo:
+    """What a process says when it is ready."""
+    ready = EngineInfo(
+        model="m",
+        folder="",
+        vocab_size=512,
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=16,
+        num_blocks=64,
+        eos_token_ids=[],
+        max_logprobs=5,
+        device="cpu",
+        dtype="float32",
+        weights_bytes=1,
+        ready_s=1.0,
+    )
+    return msgspec.structs.replace(ready, **changes)
+
+
+class Processes:
+    """Plays the processes of an engine.
+
+    Args:
+        engine: started by this.
+        outcomes: of its starts, in order: what it says when ready, or why it fails. Each process that comes
+            up is dead on the first look.
+        death: how it is seen.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, outcomes: list[EngineInfo | Exception], death: Exception | None = None
+    ) -> None:
+        self.outcomes = outcomes
+        self.death = death or EngineDeadError("the engine process ended with exit code -9")
+        self.num_starts = 0
+        engine._launch = self._launch  # type: ignore[method-assign]
+        engine._receive = self._receive  # type: ignore[method-assign]
+
+    async def _launch(self) -> EngineInfo:
+        self.num_starts += 1
+        outcome = self.outcomes[self.num_starts - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def _receive(self) -> list[object]:
+        if self.num_starts == len(self.outcomes):
+            await asyncio.Future()  # the last one lives
+        raise self.death
+
+
+async def until_read(engine: AsyncEngine, processes: Processes) -> None:
+    """Read until the last process is up, or the engine stays down."""
+    reader = asyncio.create_task(engine._read())
+    while processes.num_starts < len(processes.outcomes) and not reader.done():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    reader.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reader
 
 
 def test_a_request_that_ends_when_the_process_dies_is_still_told() -> None:
@@ -50,6 +115,29 @@ def test_a_stop_string_found_when_the_process_dies_ends_the_request(tokenizer: T
         output = stream.queue.get_nowait()
         assert not isinstance(output, Exception) and output.finished
         assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("the ", "END")
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        EngineDeadError("the engine process ended with exit code -9"),
+        msgspec.DecodeError("not MessagePack"),
+        zmq.ZMQError(zmq.EFAULT),
+        OSError("cannot allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_ends_the_reading_ends_the_requests_and_restarts(death: Exception) -> None:
+    async def run() -> None:
+        engine = unstarted()
+        stream = waiting(engine)
+        starts = Processes(engine, [BrokenPipeError("it is gone"), OSError("no fork"), info()], death)
+        await until_read(engine, starts)
+        error = stream.queue.get_nowait()
+        assert isinstance(error, EngineDeadError) and str(death) in str(error)
         await engine.close()
 
     asyncio.run(run())

@@ -42,7 +42,14 @@ from paceline.engine.messages import (
     ToEngine,
 )
 from paceline.engine.outputs import RequestOutput
-from paceline.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, RequestFailedError
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    PacelineError,
+    RequestError,
+    RequestFailedError,
+)
 from paceline.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -73,6 +80,11 @@ def _plain_value(value: object) -> object:
         if isinstance(value, kind):
             return kind(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be sent to the engine")
+
+
+def _reason(error: Exception) -> str:
+    """Why the engine is down; the type says it where the message was not written for that."""
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
 
 
 class _Stream:
@@ -192,13 +204,17 @@ class AsyncEngine:
             self._tell(StatsQuery(query_id=NOBODY))
 
     async def _read(self) -> None:
-        """Hand results to their streams for as long as the engine lives, and restart it when it dies."""
+        """Hand results to their streams for as long as the engine lives, and restart it when it dies, or when
+        what it says cannot be read.
+        """
         while not self._closing:
             try:
                 for item in await self._receive():
                     self._dispatch(item)
-            except EngineDeadError as error:
-                if not await self._restart(str(error)):
+            except Exception as error:
+                if not isinstance(error, EngineDeadError):
+                    logger.exception("The results of the engine cannot be read.")
+                if not await self._restart(_reason(error)):
                     return
 
     def _dispatch(self, item: object) -> None:
@@ -258,8 +274,8 @@ class AsyncEngine:
             self._kill()
             try:
                 await self._launch()
-            except (EngineDeadError, ConfigError, CheckpointError) as again:
-                logger.error("The engine could not be restarted: %s", again)
+            except Exception as again:
+                logger.error("The engine could not be restarted: %s", _reason(again))
                 continue
             logger.warning("The engine is back.")
             return True
