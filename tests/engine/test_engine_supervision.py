@@ -13,7 +13,7 @@ import zmq
 from paceline import SamplingParams
 from paceline.config import EngineConfig
 from paceline.engine.client import AsyncEngine, FrontendOptions, _Stream
-from paceline.engine.frontend import RequestState
+from paceline.engine.frontend import Frontend, RequestState
 from paceline.engine.messages import EngineInfo, EngineRequest, RequestRefused, SequenceOutput
 from paceline.errors import EngineDeadError, RequestError
 from paceline.text import Tokenizer
@@ -21,7 +21,10 @@ from paceline.text import Tokenizer
 
 def unstarted() -> AsyncEngine:
     """An engine without a process, which is as good as one whose process has just died."""
-    return AsyncEngine(EngineConfig(), FrontendOptions(), "info")
+    engine = AsyncEngine(EngineConfig(), FrontendOptions(), "info")
+    engine.info = info()
+    engine.frontend = Frontend(engine.info, skip_tokenizer_init=True)
+    return engine
 
 
 def waiting(engine: AsyncEngine, tokenizer: Tokenizer | None = None, **params: Any) -> _Stream:
@@ -138,6 +141,20 @@ def test_whatever_ends_the_reading_ends_the_requests_and_restarts(death: Excepti
         await until_read(engine, starts)
         error = stream.queue.get_nowait()
         assert isinstance(error, EngineDeadError) and str(death) in str(error)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_limits_are_those_of_the_new_process() -> None:
+    """The K/V pool is measured anew when a process starts, and the GPU may have less to give."""
+
+    async def run() -> None:
+        engine = unstarted()
+        assert engine.frontend.output_room(6) == 250
+        await until_read(engine, Processes(engine, [info(num_blocks=4)]))
+        assert engine.info.num_blocks == 4
+        assert engine.frontend.output_room(6) == 58
         await engine.close()
 
     asyncio.run(run())

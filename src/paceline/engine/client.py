@@ -273,7 +273,7 @@ class AsyncEngine:
                 return False
             self._kill()
             try:
-                await self._launch()
+                self.info = self.frontend.info = await self._launch()
             except Exception as again:
                 logger.error("The engine could not be restarted: %s", _reason(again))
                 continue

@@ -194,7 +194,7 @@ class Frontend:
     """Turns what callers pass into engine requests.
 
     Args:
-        info: what the engine serves.
+        info: what the engine serves. An attribute too, to be replaced when the engine is.
         skip_tokenizer_init: work with token ids alone (checkpoints without a tokenizer).
         generation_config: ``auto`` applies the checkpoint's sampling defaults, ``none`` does not.
         chat_template: path or text of a template that replaces the checkpoint's.
@@ -212,16 +212,18 @@ class Frontend:
         self.defaults: GenerationDefaults = load_generation_defaults(info.folder, generation_config)
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(info.folder)
         self.chat_template: ChatTemplate | None = None
-        self._max_chars = _MAX_CHARS
         if self.tokenizer is not None:
-            per_token = self.tokenizer.max_token_chars
-            if per_token is not None:
-                self._max_chars = _NORMALIZED * info.max_model_len * per_token
             self.chat_template = ChatTemplate.from_folder(info.folder, self.tokenizer, override=chat_template)
         elif chat_template is not None:
             raise ConfigError(
                 "chat_template needs a tokenizer, but skip_tokenizer_init is set. Drop one of them."
             )
+
+    @property
+    def _max_chars(self) -> int:
+        """Characters that no prompt exceeds."""
+        per_token = None if self.tokenizer is None else self.tokenizer.max_token_chars
+        return _MAX_CHARS if per_token is None else _NORMALIZED * self.info.max_model_len * per_token
 
     def default_params(self, **given: Any) -> SamplingParams:
         """Sampling parameters with the checkpoint's defaults under what was given explicitly.
