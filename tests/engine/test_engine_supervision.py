@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import zmq
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig
+from paceline.engine import client
 from paceline.engine.client import AsyncEngine, FrontendOptions, _Stream
 from paceline.engine.frontend import Frontend, RequestState
 from paceline.engine.messages import EngineInfo, EngineRequest, RequestRefused, SequenceOutput
@@ -155,6 +157,30 @@ def test_limits_are_those_of_the_new_process() -> None:
         await until_read(engine, Processes(engine, [info(num_blocks=4)]))
         assert engine.info.num_blocks == 4
         assert engine.frontend.output_room(6) == 58
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("age_s", [0.0, 10 * client.RESTART_WINDOW_S])
+def test_so_many_restarts_in_a_window_and_no_more(monkeypatch: pytest.MonkeyPatch, age_s: float) -> None:
+    """However long the first process has lived, and counted again when the window is over."""
+    clock = age_s
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock))
+
+    async def run() -> None:
+        nonlocal clock
+        engine = unstarted()
+        dead = [info()] * (client.RESTART_LIMIT + 5)
+        starts = Processes(engine, dead)
+        await until_read(engine, starts)
+        assert starts.num_starts == client.RESTART_LIMIT == 3
+        clock += client.RESTART_WINDOW_S - 1
+        await until_read(engine, starts)
+        assert starts.num_starts == client.RESTART_LIMIT
+        clock += 1
+        await until_read(engine, starts)
+        assert starts.num_starts == 2 * client.RESTART_LIMIT
         await engine.close()
 
     asyncio.run(run())

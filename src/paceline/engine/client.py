@@ -117,7 +117,8 @@ class AsyncEngine:
         self._query_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = 0.0  # when the process last said anything
-        self._starts: list[float] = []
+        self._launches = itertools.count(1)
+        self._restarts: list[float] = []  # when each was tried
         self._dead: str | None = "it has not been started"
         self._closing = False
         self.frontend: Frontend
@@ -153,8 +154,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the process
 
     async def _launch(self) -> EngineInfo:
-        self._starts.append(time.monotonic())
-        address = f"ipc://{self._folder}/engine-{len(self._starts)}"
+        address = f"ipc://{self._folder}/engine-{next(self._launches)}"
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -268,9 +268,10 @@ class AsyncEngine:
         logger.error("The engine stopped: %s", reason)
         while True:
             now = time.monotonic()
-            if sum(now - start < RESTART_WINDOW_S for start in self._starts) > RESTART_LIMIT:
+            if sum(now - restart < RESTART_WINDOW_S for restart in self._restarts) >= RESTART_LIMIT:
                 logger.error("The engine stopped too often; it stays down.")
                 return False
+            self._restarts.append(now)
             self._kill()
             try:
                 self.info = self.frontend.info = await self._launch()
