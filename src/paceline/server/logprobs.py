@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.sampling.logprobs import Logprob
+from paceline.text.detokenizer import IncrementalDetokenizer
 from paceline.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -37,9 +38,51 @@ class TokenNames:
         """The token's bytes, None when unknown."""
         return None if self._bytes_of is None else list(self._bytes_of.token_bytes(token_id))
 
-    def text_len(self, token_id: int) -> int:
-        """Characters the token adds to a text."""
-        return len(self.name(token_id) if self._bytes_of is None else self._bytes_of.token_text(token_id))
+
+class TextOffsets:
+    """Where each token of a growing text begins: after the characters that all tokens before it have made.
+
+    A token that only continues a character begins where the character does. Text that is held back, or cut
+    off by a stop string, counts, so that an offset is certain as soon as its token is there.
+
+    Args:
+        tokenizer: None where tokens make no text.
+        begin: characters before the first token.
+        skip_special_tokens: special tokens make no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, begin: int, *, skip_special_tokens: bool) -> None:
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        )
+        self._end = begin
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Offsets of the next tokens."""
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._end)
+            if self._detokenizer is not None:
+                self._end += len(self._detokenizer.push([token]))
+        return offsets
+
+
+def echo_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of an echoed prompt begins in ``text``, in which a special token may stand or not:
+    one that the tokenizer added does not.
+    """
+    if tokenizer is None:
+        return [0] * len(token_ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    offsets, end = [], 0
+    for token in token_ids:
+        offsets.append(min(end, len(text)))
+        piece = detokenizer.push([token])
+        if token not in tokenizer.special_ids or text.startswith(piece, end):
+            end += len(piece)
+    return offsets
 
 
 def _finite(value: float) -> float:
@@ -64,7 +107,7 @@ def completion_logprobs(
     names: TokenNames,
     token_ids: Sequence[int],
     entries: Sequence[dict[int, Logprob] | None],
-    first_offset: int = 0,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
     """``choices[].logprobs`` of completions.
 
@@ -72,10 +115,9 @@ def completion_logprobs(
         names: how to show tokens.
         token_ids: tokens of the text, the echoed prompt's included.
         entries: per token; None for the first token of a prompt, which nothing predicts.
-        first_offset: character at which the first token begins.
+        offsets: per token the character of the text at which it begins.
     """
-    tokens, values, tops, offsets = [], [], [], []
-    offset = first_offset
+    tokens, values, tops = [], [], []
     for token, entry in zip(token_ids, entries, strict=True):
         tokens.append(names.name(token))
         values.append(None if entry is None else _finite(entry[token].logprob))
@@ -84,9 +126,7 @@ def completion_logprobs(
             if entry is None
             else {names.name(other): _finite(item.logprob) for other, item in entry.items()}
         )
-        offsets.append(offset)
-        offset += names.text_len(token)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": [*offsets]}
 
 
 def prompt_logprobs(

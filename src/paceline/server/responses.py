@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -15,7 +16,14 @@ from typing import Any, ClassVar
 from paceline import __version__
 from paceline.engine.frontend import Frontend, RequestState
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from paceline.server.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from paceline.server.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    echo_offsets,
+    prompt_logprobs,
+)
 from paceline.server.requests import response_id
 from paceline.server.schema import ChatCompletionRequest, CompletionRequest, SamplingFields
 
@@ -208,22 +216,22 @@ class CompletionWriter(Writer):
         super().__init__(body, states, frontend, model)
         self._frontend = frontend
         self._echo = body.echo is True
-        self._begun: dict[int, int] = {}
-        """Choice to the characters already sent, the echoed prompt's included."""
+        self._begun: set[int] = set()
+        """Choices of which something was sent."""
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(self._text_offsets)
 
     def _whole(self, state: RequestState, output: CompletionOutput, index: int) -> Json:
         echo = self._prompt_text(state) if self._echo else ""
         choice: Json = {"index": index, "text": echo + output.text, "logprobs": None, **self._ending(output)}
         if output.logprobs is not None:
-            tokens, entries = output.token_ids, output.logprobs
+            tokens, entries = output.token_ids, [*output.logprobs]
+            offsets = self._text_offsets(len(echo)).push(tokens)
             if self._echo:
                 assert state.prompt_logprobs is not None
-                both = [*state.request.prompt_token_ids, *tokens]
-                choice["logprobs"] = completion_logprobs(
-                    self._names, both, [*state.prompt_logprobs, *entries]
-                )
-            else:
-                choice["logprobs"] = completion_logprobs(self._names, tokens, entries)
+                prompt = state.request.prompt_token_ids
+                tokens, entries = [*prompt, *tokens], [*state.prompt_logprobs, *entries]
+                offsets = [*echo_offsets(self._frontend.tokenizer, prompt, echo), *offsets]
+            choice["logprobs"] = completion_logprobs(self._names, tokens, entries, offsets)
         if self._body.prompt_logprobs is not None and state.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(state.prompt_logprobs)
         if self._body.return_token_ids:
@@ -235,11 +243,11 @@ class CompletionWriter(Writer):
         text = output.text
         if index not in self._begun and self._echo:
             text = self._prompt_text(self._states[prompt_index]) + text
-        offset = self._begun.get(index, 0)
-        self._begun[index] = offset + len(text)
+        self._begun.add(index)
         logprobs = None
         if output.logprobs is not None:
-            logprobs = completion_logprobs(self._names, output.token_ids, output.logprobs, offset)
+            offsets = self._offsets[index].push(output.token_ids)
+            logprobs = completion_logprobs(self._names, output.token_ids, output.logprobs, offsets)
         return {
             "index": index,
             "text": text,
@@ -247,6 +255,10 @@ class CompletionWriter(Writer):
             **self._ending(output),
             **self._token_ids(output),
         }
+
+    def _text_offsets(self, begin: int = 0) -> TextOffsets:
+        skip = self._body.skip_special_tokens is not False
+        return TextOffsets(self._frontend.tokenizer, begin, skip_special_tokens=skip)
 
     def _prompt_text(self, state: RequestState) -> str:
         if state.prompt is not None:
