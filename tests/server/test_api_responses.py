@@ -348,3 +348,18 @@ def test_an_output_nobody_limited_fits_a_pool_smaller_than_the_context(
     assert _params(scripted).max_tokens == 3
     api.ok(COMPLETIONS, prompt=[64] * 3, max_tokens=pool)  # asked for by name: the engine says what it needs
     assert _params(scripted).max_tokens == pool
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "prompt_logprobs", "widest"),
+    [(2, None, 2), (2, 5, 5), (5, 2, 5), (-1, None, -1), (-1, 5, -1), (5, -1, -1), (0, 0, 0)],
+)
+def test_an_echoed_prompt_has_the_wider_of_two_logprobs(
+    api: Api, scripted: ScriptedEngine, logprobs: int, prompt_logprobs: int | None, widest: int
+) -> None:
+    scripted.frontend.info.max_logprobs = -1
+    api.complete(echo=True, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=1)
+    assert _params(scripted).prompt_logprobs == widest
+    assert _params(scripted).logprobs == logprobs
+    refused = {"prompt": "x", "echo": True, "logprobs": logprobs, "prompt_logprobs": -2}
+    assert api.refused(COMPLETIONS, refused)["param"] == "prompt_logprobs"

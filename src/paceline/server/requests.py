@@ -91,7 +91,7 @@ async def completion_states(
         ids, text = await _tokenize(frontend, prompt, body.add_special_tokens)
         extra: dict[str, Any] = {"logprobs": body.logprobs}
         if body.echo and body.logprobs is not None:
-            extra["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+            extra["prompt_logprobs"] = _wider(body.logprobs, body.prompt_logprobs or 0)
         params = _params(frontend, body, ids, body.max_tokens, DEFAULT_COMPLETION_TOKENS, **extra)
         states.append(_prepare(frontend, body, "cmpl", ids, params, text))
     return states
@@ -141,6 +141,11 @@ async def _tokenize(
 async def in_thread_if_long(work: Callable[[], _T], size: int) -> _T:
     """The result of ``work``; in a thread when it is about a text of more than ``_THREAD_CHARS``."""
     return await asyncio.to_thread(work) if size > _THREAD_CHARS else work()
+
+
+def _wider(one: int, other: int) -> int:
+    """The larger of two numbers of log-probabilities, of which -1 is all, and refused ones win."""
+    return max(one, other, key=lambda count: (count < 0, abs(count)))
 
 
 def _params(
