@@ -61,6 +61,7 @@ class LiveServer:
                 [sys.executable, *program, "serve", str(folder), *FLAGS, *flags],
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # as supervisors do: the server leads a process group
             )
         self.url = self._wait()
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -324,6 +325,24 @@ def test_a_second_signal_ends_what_is_in_flight_in_words(tmp_path: Path) -> None
         live.process.kill()
     assert live.process.wait() == 0
     assert "Traceback" not in live.log.read_text(), live.log.read_text()
+
+
+def test_a_signal_to_the_process_group_leaves_requests_their_grace(tmp_path: Path) -> None:
+    """As systemd, ``timeout`` and ``kill -- -PGID`` send it: to the engine's process as well."""
+    live = LiveServer(_folder(tmp_path))
+    try:
+        children = live.children()
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with live.http as http, http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.killpg(live.process.pid, signal.SIGTERM)
+            rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        assert live.process.wait(30) == 0
+        assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+    finally:
+        live.process.kill()
 
 
 def _signal_twice(live: LiveServer) -> None:

@@ -144,7 +144,8 @@ def _failed(request: EngineRequest, message: str) -> SequenceOutput:
 
 def main() -> int:
     """Entry point: options on standard input; socket address and process id of the parent as arguments."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # both go to whole process groups: the parent's to handle
+        signal.signal(number, signal.SIG_IGN)
     address, parent = sys.argv[1], int(sys.argv[2])
     die_with_parent(parent)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
