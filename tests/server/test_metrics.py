@@ -66,9 +66,13 @@ def test_scrape_of_a_dead_engine(api: Api, scripted: ScriptedEngine) -> None:
 
 
 def test_scrape_of_a_busy_engine(api: Api, scripted: ScriptedEngine) -> None:
-    """One in a long step is shown as it was last seen, until it counts as stuck."""
+    """One in a long step is up, as ``/health`` says, and shown as it was last seen, until it counts as
+    stuck.
+    """
     scripted.busy = True
-    assert _samples(api.get("/metrics").text)["paceline:engine_up"] == 0  # it was never seen
+    values = _samples(api.get("/metrics").text)
+    assert values["paceline:engine_up"] == 1
+    assert "paceline:num_requests_running" not in values  # it was never seen
     scripted.busy = False
     api.get("/metrics")
     scripted.busy = True
@@ -77,6 +81,9 @@ def test_scrape_of_a_busy_engine(api: Api, scripted: ScriptedEngine) -> None:
     assert values["paceline:num_requests_running"] == 2
     scripted.dead = True
     assert _samples(api.get("/metrics").text)["paceline:engine_up"] == 0
+    scripted.dead = False  # another one, in its first step
+    values = _samples(api.get("/metrics").text)
+    assert values["paceline:engine_up"] == 1 and "paceline:num_requests_running" not in values
 
 
 def test_times_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

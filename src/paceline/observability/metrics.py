@@ -71,6 +71,7 @@ class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self._labels = (model_name, "0")
         self._stats: EngineStats | None = None
+        self._up = False
         self._inner = CollectorRegistry()
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _LATENCY_BUCKETS
@@ -122,6 +123,11 @@ class Metrics(Collector):
     def update(self, stats: EngineStats | None) -> None:
         """Take the engine's latest snapshot; None when it is down."""
         self._stats = stats
+        self._up = stats is not None
+
+    def busy(self) -> None:
+        """The engine lives but is in a step: its last snapshot stands, if there is one."""
+        self._up = True
 
     def finished(self, reason: str) -> None:
         """Count the end of a sequence."""
@@ -148,7 +154,7 @@ class Metrics(Collector):
 
     def _engine_families(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._gauge("engine_up", "Whether the engine answers.", stats is not None)
+        yield self._gauge("engine_up", "Whether the engine lives and answers.", self._up)
         if stats is None:
             return
         yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)

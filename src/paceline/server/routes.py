@@ -222,6 +222,7 @@ def _add_operation(router: APIRouter, service: Service) -> None:
                 service.metrics.update(await asyncio.wait_for(service.client.stats(), STATS_TIMEOUT_S))
             except TimeoutError:
                 await service.client.health()
+                service.metrics.busy()
         except EngineDeadError:
             service.metrics.update(None)
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)
