@@ -171,8 +171,7 @@ def test_so_many_restarts_in_a_window_and_no_more(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         nonlocal clock
         engine = unstarted()
-        dead = [info()] * (client.RESTART_LIMIT + 5)
-        starts = Processes(engine, dead)
+        starts = Processes(engine, [info() for _ in range(client.RESTART_LIMIT + 5)])
         await until_read(engine, starts)
         assert starts.num_starts == client.RESTART_LIMIT == 3
         clock += client.RESTART_WINDOW_S - 1

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
+from paceline.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    RequestError,
+    RequestFailedError,
+)
 from paceline.server.options import ServeOptions, read_keys
 from support.server_cases import MAX_MODEL_LEN, Api, ScriptedEngine, envelope, events_in
 
@@ -153,6 +159,24 @@ def test_context_overflow(api: Api) -> None:
     error = api.refused(CHAT, {"messages": [{"role": "user", "content": "x " * 400}]})
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
     api.complete(prompt=[64] * 250, max_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_of_the_output_are_named_as_they_were_given(
+    api: Api, scripted: ScriptedEngine, name: str, stream: bool
+) -> None:
+    body = {"messages": HI, "stream": stream}
+    for value, allowed in ((0, f"{name} must be an integer from 1"), (250, f"lower {name}.")):
+        error = api.refused(CHAT, {**body, name: value})
+        assert error["param"] == name and allowed in error["message"]
+    error = api.refused(CHAT, {**body, name: 8, "min_tokens": 9})
+    assert error["param"] == "min_tokens" and f"must not exceed {name} (8)" in error["message"]
+    scripted.fail_after = 0
+    scripted.failure = ContextLengthError("It needs 9 blocks. Lower max_tokens.", param="max_tokens")
+    error = api.refused(CHAT, {**body, name: 8})
+    assert error["param"] == name and error["message"] == f"It needs 9 blocks. Lower {name}."
+    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,21 @@ async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> Request
     params = _params(frontend, body, ids, asked, None, logprobs=top if body.logprobs else None)
     try:
         return _prepare(frontend, body, "chatcmpl", ids, params, None)
-    except ContextLengthError as error:
-        error.param = "messages" if error.param == "prompt" else error.param
-        raise
+    except RequestError as error:
+        raise chat_names(body, error) from error
+
+
+def chat_names(body: ChatCompletionRequest, error: RequestError) -> RequestError:
+    """A refusal in the names of a chat completion's fields: it has messages where the engine has a prompt, and
+    may have ``max_completion_tokens``.
+    """
+    message, param = error.message, error.param
+    if isinstance(error, ContextLengthError) and param == "prompt":
+        param = "messages"
+    if body.max_completion_tokens is not None and "max_tokens" in message:
+        message = message.replace("max_tokens", "max_completion_tokens")
+        param = "max_completion_tokens" if param == "max_tokens" else param
+    return RequestError(message, param=param, code=error.code)
 
 
 async def completion_states(

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from paceline import __version__
 from paceline.engine.frontend import Frontend, RequestState
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.errors import RequestError
+from paceline.sampling.logprobs import Logprob
 from paceline.server.logprobs import (
     TextOffsets,
     TokenNames,
@@ -24,7 +26,7 @@ from paceline.server.logprobs import (
     echo_offsets,
     prompt_logprobs,
 )
-from paceline.server.requests import response_id
+from paceline.server.requests import chat_names, response_id
 from paceline.server.schema import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 SYSTEM_FINGERPRINT = f"paceline-{__version__}"
@@ -100,6 +102,10 @@ class Writer(ABC):
         if self._final_usage:
             yield {**self._envelope(self.chunk_name), "choices": [], "usage": self._usage()}
 
+    def refusal(self, error: RequestError) -> RequestError:
+        """A refusal of the engine in the names of the body's fields."""
+        return error
+
     @abstractmethod
     def _whole(self, state: RequestState, output: CompletionOutput, index: int) -> Json:
         """A choice of a whole response."""
@@ -161,6 +167,7 @@ class ChatWriter(Writer):
         self, body: ChatCompletionRequest, state: RequestState, frontend: Frontend, model: str
     ) -> None:
         super().__init__(body, [state], frontend, model)
+        self._chat = body
         self._top = body.top_logprobs or 0
 
     def response(self) -> Json:
@@ -172,6 +179,10 @@ class ChatWriter(Writer):
         if self._body.return_token_ids:
             response["prompt_token_ids"] = state.request.prompt_token_ids
         return response
+
+    def refusal(self, error: RequestError) -> RequestError:
+        """A refusal of the engine in the names of a chat completion's fields."""
+        return chat_names(self._chat, error)
 
     def first_chunks(self) -> Iterator[Json]:
         """The role, for every choice."""
@@ -224,7 +235,8 @@ class CompletionWriter(Writer):
         echo = self._prompt_text(state) if self._echo else ""
         choice: Json = {"index": index, "text": echo + output.text, "logprobs": None, **self._ending(output)}
         if output.logprobs is not None:
-            tokens, entries = output.token_ids, [*output.logprobs]
+            tokens = output.token_ids
+            entries: list[dict[int, Logprob] | None] = [*output.logprobs]
             offsets = self._text_offsets(len(echo)).push(tokens)
             if self._echo:
                 assert state.prompt_logprobs is not None

@@ -132,6 +132,8 @@ def _add_generation(router: APIRouter, service: Service) -> None:
             await unless_left(request.receive, collect(service.client, states, service.metrics))
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it; the access log does
+        except RequestError as error:
+            raise writer.refusal(error) from error
         return json_response(writer.response())
 
     @router.post("/v1/chat/completions")

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine.frontend import RequestState
 from paceline.engine.outputs import RequestOutput
+from paceline.errors import RequestError
 from paceline.observability.metrics import Metrics, RequestObserver
 from paceline.server.engine_client import EngineClient
 from paceline.server.errors import error_content, error_response
@@ -135,15 +136,18 @@ async def events(
     client: EngineClient, states: Sequence[RequestState], writer: Writer, metrics: Metrics
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed response, ``[DONE]`` included."""
-    async with _closing(run(client, states, metrics)) as outputs:
-        begun = False
-        async for index, output in outputs:
-            if not begun:
-                begun = True
-                for chunk in writer.first_chunks():
+    begun = False
+    try:
+        async with _closing(run(client, states, metrics)) as outputs:
+            async for index, output in outputs:
+                if not begun:
+                    begun = True
+                    for chunk in writer.first_chunks():
+                        yield event(chunk)
+                for chunk in writer.chunks(index, output):
                     yield event(chunk)
-            for chunk in writer.chunks(index, output):
-                yield event(chunk)
+    except RequestError as error:
+        raise writer.refusal(error) from error
     for chunk in writer.last_chunks():
         yield event(chunk)
     yield DONE
