@@ -127,6 +127,35 @@ def test_bad_chat_values_are_named(
 
 
 @pytest.mark.parametrize(
+    ("given", "reasons"),
+    [
+        ({"allowed_token_ids": [439], "min_tokens": 2}, ["min_tokens (2)"]),
+        ({"allowed_token_ids": [439, 7], "stop_token_ids": [7], "min_tokens": 1}, ["min_tokens (1)"]),
+        ({"allowed_token_ids": [439], "min_tokens": 1, "ignore_eos": True}, ["min_tokens (1)"]),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, ["bad_words"]),
+        (
+            {"allowed_token_ids": [64, 439], "bad_words": ["a"], "min_tokens": 3},
+            ["min_tokens (3)", "bad_words"],
+        ),
+    ],
+    ids=str,
+)
+def test_candidates_that_are_all_masked_are_refused(
+    api: Api, scripted: ScriptedEngine, given: dict[str, Any], reasons: list[str]
+) -> None:
+    error = api.refused(CHAT, {"messages": HI, **given})
+    assert error["param"] == "allowed_token_ids"
+    assert str(given["allowed_token_ids"]) in error["message"]
+    for name in ("min_tokens (", "bad_words"):
+        assert (name in error["message"]) == any(reason.startswith(name) for reason in reasons)
+    assert scripted.requests == []
+    api.chat(**{**given, "allowed_token_ids": [*given["allowed_token_ids"], 65]})
+    api.chat(**{**given, "min_tokens": 0, "bad_words": ["ab xyz"]})
+    del given["allowed_token_ids"]
+    api.chat(**given)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "prompt"),

@@ -20,7 +20,7 @@ from paceline.engine.outputs import BONUS, PLAIN, CompletionOutput, RequestMetri
 from paceline.engine.prompt import prompt_array
 from paceline.errors import ConfigError, ContextLengthError, RequestError, shown
 from paceline.sampling.logprobs import Logprob
-from paceline.sampling.params import SamplingParams, validate
+from paceline.sampling.params import SamplingParams, check_candidates, validate
 from paceline.text.chat import ChatTemplate
 from paceline.text.generation_config import GenerationDefaults, load_generation_defaults
 from paceline.text.stop import TextStream
@@ -372,10 +372,12 @@ class Frontend:
             )
         if params.bad_words and self.tokenizer is not None:
             changes["bad_words_ids"] = self._spellings(params.bad_words)
+        params = msgspec.structs.replace(params, **changes)
+        check_candidates(params, info.eos_token_ids)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
-            params=msgspec.structs.replace(params, **changes) if changes else params,
+            params=params,
             priority=priority,
             cache_salt=cache_salt,
         )

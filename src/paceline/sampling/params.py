@@ -6,6 +6,8 @@ Field names and defaults are vLLM's. The struct is only a container, so that it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from paceline.errors import RequestError, shown
@@ -161,6 +163,36 @@ def validate(
     _check_logprobs("prompt_logprobs", p.prompt_logprobs, vocab_size, max_logprobs)
     _check_stop(p, vocab_size)
     _check_token_lists(p, vocab_size)
+
+
+def check_candidates(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Refuse ``allowed_token_ids`` of which none may be the first token.
+
+    What the output masks later, with bad words of several tokens, cannot be seen here.
+
+    Args:
+        params: valid, with ``bad_words_ids`` filled in.
+        eos_token_ids: the model's own, masked before ``min_tokens`` beside ``stop_token_ids``.
+
+    Raises:
+        RequestError: all of them are masked.
+    """
+    masks = {
+        f"min_tokens ({params.min_tokens}), which keeps out the tokens that end the output": (
+            {*eos_token_ids, *params.stop_ids} if params.min_tokens else set()
+        ),
+        "bad_words, which keeps out those of one token": {
+            word[0] for word in params.bad_words_ids if len(word) == 1
+        },
+    }
+    allowed = set(params.allowed_token_ids or ())
+    if allowed and allowed <= set().union(*masks.values()):
+        reasons = " and ".join(reason for reason, masked in masks.items() if masked & allowed)
+        raise RequestError(
+            f"allowed_token_ids is {shown(params.allowed_token_ids)}, of which nothing is left by {reasons}: "
+            "allow at least one other token, or drop what keeps them out.",
+            param="allowed_token_ids",
+        )
 
 
 def _check_lengths(p: SamplingParams) -> None:

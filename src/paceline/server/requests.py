@@ -59,8 +59,8 @@ async def chat_state(frontend: Frontend, body: ChatCompletionRequest) -> Request
 
 
 def chat_names(body: ChatCompletionRequest, error: RequestError) -> RequestError:
-    """A refusal in the names of a chat completion's fields: it has messages where the engine has a prompt, and
-    may have ``max_completion_tokens``.
+    """A refusal in the names of a chat completion's fields, which has messages where the engine has a prompt,
+    and may have ``max_completion_tokens``.
     """
     message, param = error.message, error.param
     if isinstance(error, ContextLengthError) and param == "prompt":
