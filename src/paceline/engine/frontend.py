@@ -35,6 +35,9 @@ _NORMALIZED = 4
 characters into one."""
 _PRIORITIES = range(-(2**31), 2**31)
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose a message of a conversation may be."""
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}`` as vLLM takes them."""
 
@@ -248,7 +251,8 @@ class Frontend:
         """Token ids of a conversation under the chat template.
 
         Raises:
-            RequestError: there is no template, or it refuses the conversation.
+            RequestError: there is no template, a role is not one of ``ROLES``, or the template refuses the
+                conversation.
         """
         if self.chat_template is None:
             raise RequestError(
@@ -268,6 +272,13 @@ class Frontend:
                 f"chat_template_kwargs must map names to values, got {shown(template_kwargs)}.",
                 param="chat_template_kwargs",
             )
+        _check_messages(messages)
+        if "developer" not in self.chat_template.source:
+            # OpenAI's newer name of the system role; templates of this model family know the old one
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
         return self.chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -393,6 +404,16 @@ class Frontend:
                 if ids and ids not in spellings:
                     spellings.append(ids)
         return spellings
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise RequestError(
+                f"messages[{index}].role must be one of {', '.join(ROLES)}, got {shown(role)}.",
+                param=f"messages[{index}].role",
+            )
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -117,12 +117,6 @@ async def render_chat(
 ) -> list[int]:
     """Prompt token ids of a conversation."""
     plain = [message.plain(index) for index, message in enumerate(messages)]
-    template = frontend.chat_template
-    if template is not None and "developer" not in template.source:
-        # OpenAI's newer name of the system role; templates of this model family know the old one
-        for message in plain:
-            if message["role"] == "developer":
-                message["role"] = "system"
 
     def render() -> list[int]:
         return frontend.render_chat(

@@ -8,7 +8,7 @@ nothing; and unknown, refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -130,7 +130,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a conversation. A message this server returned can be sent back as it is."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
