@@ -30,3 +30,11 @@ def test_known_roles_are_rendered_and_developers_are_the_system(scripted: Script
     for role in ("system", "user", "assistant", "tool"):
         assert render(role)
     assert render("developer") == render("system") != render("user")
+
+
+def test_a_text_part_without_text_is_called_that(api: Api, scripted: ScriptedEngine) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text"}]}]
+    with pytest.raises(RequestError, match="is a text part without text") as caught:
+        scripted.frontend.render_chat(messages)
+    assert caught.value.param == "messages[0].content[1]"
+    assert api.refused("/v1/chat/completions", {"messages": messages})["message"] == str(caught.value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.engine.frontend import Frontend
 from paceline.errors import (
     ConfigError,
     ContextLengthError,
@@ -92,9 +93,9 @@ def test_unknown_fields_are_named(api: Api, body: dict[str, Any], param: str) ->
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop[0]"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [512]}, "stop_token_ids"),
-        ({"stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids"),
         ({"logit_bias": {"512": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -162,9 +163,9 @@ def test_candidates_that_are_all_masked_are_refused(
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"),
-        ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": [2**31]}, "prompt[0]"),
-        ({"prompt": [2**64]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**31]}, "prompt"),
+        ({"prompt": [2**64]}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
@@ -188,6 +189,77 @@ def test_context_overflow(api: Api) -> None:
     error = api.refused(CHAT, {"messages": [{"role": "user", "content": "x " * 400}]})
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
     api.complete(prompt=[64] * 250, max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("logit_bias", {"x": 1}, "logit_bias maps token ids to numbers, got the key 'x'"),
+        ("logit_bias", {"5": 1, "6.0": 1}, "got the key '6.0'"),
+        ("logit_bias", {"-1": 1}, "from 0 to 511, got -1"),
+        ("stop_token_ids", [5, -1], "from 0 to 511, got -1"),
+        ("allowed_token_ids", [2**70], f"from 0 to 511, got {2**70}"),
+        ("priority", 2**40, f"from {-(2**31)} to {2**31 - 1}, got {2**40}"),
+        ("cache_salt", "s" * 300, "1 to 256 characters, got 300"),
+        ("request_id", "a b", "of the characters A-Z a-z 0-9 . _ : -, got 'a b'"),
+    ],
+)
+def test_messages_say_what_was_given_and_what_is_allowed(
+    api: Api, field: str, value: Any, message: str
+) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "x"})):
+        error = api.refused(path, {**body, field: value})
+        assert message in error["message"] and error["param"] == field
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/detokenize"])
+@pytest.mark.parametrize("token", [-1, 512, 2**70])
+def test_token_ids_out_of_range_are_shown(api: Api, path: str, token: int) -> None:
+    field = "tokens" if path == "/detokenize" else "prompt"
+    error = api.refused(path, {field: [5, token]})
+    assert error["param"] == field
+    assert str(token) in error["message"] and "0..511" in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", "1e999"), ("max_tokens", "9" * 5000)])
+def test_numbers_beyond_all_ranges_are_named(api: Api, field: str, value: str) -> None:
+    error = refusal_of(api, f'{{"messages": [], "{field}": {value}}}'.encode())
+    assert error["param"] == field and error["message"].startswith(f"{field}: ")
+    assert "out of range; numbers are at most 1.8e+308, integers have at most 4300 digits" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "The body is empty"),
+        (b" \n", "The body is empty"),
+        (b'{"user": "\\ud800"}', "lone surrogate"),
+        (b'{"user": "a\\udfffb"}', "lone surrogate"),
+        (b'{"user": "\\udc00\\ud800"}', "lone surrogate"),
+        (b'{"user": "\\ud83d\\ude42', "truncated"),
+    ],
+)
+def test_bodies_that_are_no_json_say_why(api: Api, body: bytes, message: str) -> None:
+    error = refusal_of(api, body)
+    assert message in error["message"] and error["code"] == "invalid_json"
+
+
+def refusal_of(api: Api, body: bytes) -> dict[str, Any]:
+    response = api.request("POST", CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    return envelope(response)
+
+
+def test_what_needs_a_tokenizer_says_how_it_was_left_out(scripted: ScriptedEngine) -> None:
+    scripted.frontend = Frontend(scripted.frontend.info, skip_tokenizer_init=True)
+    api = Api(scripted)
+    for path, body in (
+        (CHAT, {"messages": HI}),
+        (COMPLETIONS, {"prompt": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        assert "--skip-tokenizer-init" in api.refused(path, body)["message"]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -38,6 +38,10 @@ _PRIORITIES = range(-(2**31), 2**31)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Whose a message of a conversation may be."""
 
+WITHOUT_TOKENIZER = (
+    "The engine runs without a tokenizer (--skip-tokenizer-init): pass token ids, or start it with one."
+)
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}`` as vLLM takes them."""
 
@@ -254,6 +258,8 @@ class Frontend:
             RequestError: there is no template, a role is not one of ``ROLES``, or the template refuses the
                 conversation.
         """
+        if self.tokenizer is None:
+            raise RequestError(WITHOUT_TOKENIZER, param="messages")
         if self.chat_template is None:
             raise RequestError(
                 f"{self.info.model} has no chat template. Use completions, or start with a chat template.",
@@ -307,10 +313,7 @@ class Frontend:
             prompt = prompt[keys[0]]
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError(
-                    "The prompt is text, but the engine runs without a tokenizer. Pass token ids.",
-                    param="prompt",
-                )
+                raise RequestError(WITHOUT_TOKENIZER, param="prompt")
             if len(prompt) > self._max_chars:
                 raise ContextLengthError(
                     f"This model's maximum context length is {self.info.max_model_len} tokens. However, your "
@@ -414,6 +417,14 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 f"messages[{index}].role must be one of {', '.join(ROLES)}, got {shown(role)}.",
                 param=f"messages[{index}].role",
             )
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            if isinstance(part, Mapping) and part.get("type") == "text" and "text" not in part:
+                raise RequestError(
+                    f"messages[{index}].content[{place}] is a text part without text: send it in the form "
+                    '{"type": "text", "text": "..."}.',
+                    param=f"messages[{index}].content[{place}]",
+                )
 
 
 def _token_ids(prompt: object) -> list[int]:

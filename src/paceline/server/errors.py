@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import uuid
 from typing import Any
 
@@ -73,7 +74,10 @@ def _envelope(message: str, kind: str, param: str | None, code: str | None) -> d
 
 def from_validation(error: msgspec.ValidationError) -> RequestError:
     """Names the field in a schema violation: msgspec says ``... - at `$.field[0]` ``, or ``... - at `key` in
-    ...``."""
+    ...``. A refusal of the schema's own says everything itself.
+    """
+    if isinstance(error.__cause__, RequestError):
+        return error.__cause__
     text = str(error)
     unknown = re.search(r"unknown field `(.*?)`", text)
     path = re.search(r" - at (?:`key` in )?`\$\.?(.*?)`$", text)
@@ -91,7 +95,10 @@ def from_validation(error: msgspec.ValidationError) -> RequestError:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return RequestError(f"Field {param!r} is required.", param=param, code="missing_field")
     what = text.split(" - at ")[0]
-    return RequestError(f"{param or 'The body'}: {what[0].lower()}{what[1:]}.", param=param)
+    what = what[0].lower() + what[1:]
+    if what.endswith("out of range"):
+        what += f"; numbers are at most {sys.float_info.max:.1e}, integers have at most 4300 digits"
+    return RequestError(f"{param or 'The body'}: {what}.", param=param)
 
 
 def install(app: FastAPI) -> None:

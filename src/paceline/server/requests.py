@@ -163,6 +163,8 @@ def _params(
     **extra: int | None,
 ) -> SamplingParams:
     given = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
     given.update({name: value for name, value in extra.items() if value is not None})
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError(

@@ -13,8 +13,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from paceline import __version__
-from paceline.engine.frontend import Frontend, RequestState
-from paceline.errors import EngineDeadError, RequestError
+from paceline.engine.frontend import WITHOUT_TOKENIZER, Frontend, RequestState
+from paceline.errors import EngineDeadError, RequestError, shown
 from paceline.observability.metrics import CONTENT_TYPE, Metrics
 from paceline.server.engine_client import EngineClient
 from paceline.server.errors import HTTPError, json_response
@@ -170,7 +170,7 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         service.model_name(body.model)
         frontend, tokenizer = service.frontend, service.frontend.tokenizer
         if tokenizer is None:
-            raise RequestError("The server runs without a tokenizer.")
+            raise RequestError(WITHOUT_TOKENIZER)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either prompt or messages.", param="prompt")
         if body.prompt is not None:
@@ -194,11 +194,12 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
         service.model_name(body.model)
         tokenizer = service.frontend.tokenizer
         if tokenizer is None:
-            raise RequestError("The server runs without a tokenizer.")
+            raise RequestError(WITHOUT_TOKENIZER)
         for token in body.tokens:
-            if token >= service.frontend.info.vocab_size:
+            if not 0 <= token < service.frontend.info.vocab_size:
                 raise RequestError(
-                    f"tokens has the id {token}; ids are below {service.frontend.info.vocab_size}.",
+                    f"tokens contains the id {shown(token)}; ids must lie in "
+                    f"0..{service.frontend.info.vocab_size - 1}.",
                     param="tokens",
                 )
         prompt = await in_thread_if_long(

@@ -7,17 +7,23 @@ nothing; and unknown, refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, shown
 from paceline.server.errors import from_validation
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+MAX_SALT_LEN = 256
+"""Characters of a ``cache_salt``."""
+_INTEGER = re.compile("-?(0|[1-9][0-9]{0,18})")
+_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,128}")
+_LONE_SURROGATE = re.compile(
+    rb"""\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"""
+)
+"""Half of a UTF-16 pair in JSON's escapes."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,30 +48,30 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[int] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Salt | None = None
-    priority: Int32 | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     return_tokens_as_token_ids: bool | None = None
     """Show tokens in log-probabilities as ``token_id:N``, which is exact where their text is not."""
     return_token_ids: bool | None = None
     """Add ``token_ids`` to choices and ``prompt_token_ids`` to the response."""
     return_spec_decode_metrics: bool | None = None
     """Add ``spec_decode`` to the usage: drafts, and how many of them were accepted."""
-    request_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    request_id: str | None = None
     """Part of the response's ``id``."""
 
     # Metadata of OpenAI's platform: accepted, without effect.
@@ -92,11 +98,32 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
 
+    def __post_init__(self) -> None:
+        for key in self.logit_bias or ():
+            if not _INTEGER.fullmatch(key):
+                raise RequestError(
+                    f"logit_bias maps token ids to numbers, got the key {shown(key)}: "
+                    'write ids as decimal integers, such as {"7": 1.5}.',
+                    param="logit_bias",
+                )
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_LEN:
+            raise RequestError(
+                f"cache_salt must have 1 to {MAX_SALT_LEN} characters, got {len(self.cache_salt)}: "
+                "give another, or leave it out.",
+                param="cache_salt",
+            )
+        if self.request_id is not None and not _REQUEST_ID.fullmatch(self.request_id):
+            raise RequestError(
+                "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, got "
+                f"{shown(self.request_id)}: give another, or leave it out.",
+                param="request_id",
+            )
+
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -217,7 +244,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[int]
 
 
 # Field: (values that ask for nothing besides None, what to do instead)
@@ -269,12 +296,16 @@ def parse(body: bytes, kind: type[_Body]) -> _Body:
     Raises:
         RequestError: not JSON, not the schema, or a field that is not supported.
     """
+    if not body.strip():
+        raise RequestError("The body is empty: send a JSON object.", code="invalid_json")
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise from_validation(error) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if _LONE_SURROGATE.search(body):
+            what = "it has a lone surrogate (half of a UTF-16 pair), which is no character: send whole pairs"
         raise RequestError(f"The body is not valid JSON: {what}.", code="invalid_json") from error
     names: Iterable[str] = _UNSUPPORTED
     if kind is CompletionRequest:
