@@ -95,6 +95,11 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1], for "
                 "example 0.9."
             )
+        if self.prefix_hash_key is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "prefix_hash_key is set, but enable_prefix_caching is off: nothing is hashed. "
+                "Set enable_prefix_caching or drop prefix_hash_key."
+            )
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; give 0 or more, or -1 for no limit.")
         if not 0 <= self.seed < 2**63:

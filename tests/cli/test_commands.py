@@ -118,6 +118,14 @@ def test_sizes_that_would_crash_libraries_are_refused(name: str, value: int) -> 
         EngineConfig.of(**{name: value})
 
 
+def test_a_key_for_hashes_that_nobody_makes_is_refused() -> None:
+    key = "0123456789abcdef"
+    assert EngineConfig.of(prefix_hash_key=key).prefix_hash_key == key
+    with pytest.raises(ConfigError, match="enable_prefix_caching is off: nothing is hashed") as caught:
+        EngineConfig.of(prefix_hash_key=key, enable_prefix_caching=False)
+    assert key not in str(caught.value)
+
+
 def test_keys_of_serve_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeOptions] = []
     monkeypatch.setattr("paceline.server.run.serve_forever", lambda engine, frontend, own: seen.append(own))
