@@ -10,7 +10,7 @@ from rich.console import Console
 from paceline.cli.explain import coloured, legend
 from paceline.config import EngineConfig
 from paceline.engine.outputs import RequestOutput
-from paceline.errors import RequestError
+from paceline.errors import ContextLengthError, RequestError
 from paceline.llm import LLM
 
 # Text of users and models goes through ``out.out``: ``print`` would read markup and emoji codes into it.
@@ -22,6 +22,7 @@ DEMO_PROMPTS = (
     'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n',
     "import os\n\n\ndef read_lines(path):\n",
 )
+CHAT_HELP = "/reset begins a new conversation, /exit or an empty line ends it, /help says this again."
 DEMO_QUESTION = "Write a function that returns the largest item of a list."
 
 
@@ -64,30 +65,47 @@ def chat(
     chat_template: str | None,
     generation_config: str,
 ) -> None:
-    """A conversation in the terminal; an empty line or end of input ends it."""
+    """A conversation in the terminal; ``/exit``, an empty line or end of input ends it, ``/reset`` begins
+    another.
+    """
     llm = _load(engine, generation_config=generation_config, chat_template=chat_template)
     params = llm.make_sampling_params(**{"max_tokens": None, **sampling})
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    note.print("[dim]Type a message; an empty line ends the conversation.[/]")
+    beginning: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    messages = [*beginning]
+    note.print(f"[dim]Type a message. {CHAT_HELP}[/]")
     while True:
         try:
             text = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        if not text:
+        if text in ("", "/exit"):
             return
+        if text == "/help":
+            note.print(f"[dim]{CHAT_HELP}[/]")
+            continue
+        if text == "/reset":
+            messages = [*beginning]
+            note.print("[dim]A new conversation.[/]")
+            continue
         messages.append({"role": "user", "content": text})
-        answer = ""
+        answer, end = "", None
         try:
             for output in llm.stream(messages, params):
-                piece = output.outputs[0].text
+                piece, end = output.outputs[0].text, output.outputs[0].finish_reason
                 answer += piece
                 out.out(piece, end="")
         except RequestError as error:
             note.out(str(error), style="red")
+            if isinstance(error, ContextLengthError):
+                note.print("[dim]/reset begins a new conversation.[/]")
             messages.pop()
             continue
         out.print()
+        if end == "length":
+            limit = (
+                "the context is full, /reset begins a new one" if params.max_tokens is None else "max_tokens"
+            )
+            note.print(f"[dim](cut off: {limit})[/]")
         messages.append({"role": "assistant", "content": answer})
 
 
