@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.config import EngineConfig
     from paceline.engine.client import AsyncEngine, FrontendOptions
-    from paceline.engine.outputs import CompletionOutput, RequestOutput
+    from paceline.engine.messages import EngineStats
+    from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from paceline.llm import LLM
+    from paceline.sampling.logprobs import Logprob
     from paceline.sampling.params import SamplingParams
+    from paceline.speculation.config import SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -36,12 +39,16 @@ _HOME = {
     "ContextLengthError": "paceline.errors",
     "EngineConfig": "paceline.config",
     "EngineDeadError": "paceline.errors",
+    "EngineStats": "paceline.engine.messages",
     "FrontendOptions": "paceline.engine.client",
+    "Logprob": "paceline.sampling.logprobs",
     "PacelineError": "paceline.errors",
     "RequestError": "paceline.errors",
     "RequestFailedError": "paceline.errors",
+    "RequestMetrics": "paceline.engine.outputs",
     "RequestOutput": "paceline.engine.outputs",
     "SamplingParams": "paceline.sampling.params",
+    "SpeculativeConfig": "paceline.speculation.config",
 }
 
 __all__ = [
@@ -53,12 +60,16 @@ __all__ = [
     "ContextLengthError",
     "EngineConfig",
     "EngineDeadError",
+    "EngineStats",
     "FrontendOptions",
+    "Logprob",
     "PacelineError",
     "RequestError",
     "RequestFailedError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SpeculativeConfig",
     "__version__",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+import paceline
 from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.engine.messages import EngineStats, HedgeStats, PlannerStats
@@ -60,6 +62,14 @@ def test_files_named_exist(name: str) -> None:
         if top not in ("src", "tests", "docs", "benchmarks", "recipes") and not path.endswith(".py"):
             continue
         assert (ROOT / path).exists() or (ROOT / "src" / "paceline" / path).exists(), f"{name} names {path}"
+
+
+def test_classes_of_the_python_page_are_public() -> None:
+    named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)[`(]", text_of(PYTHON))) - set(dir(builtins))
+    assert {"Logprob", "RequestMetrics", "SpeculativeConfig"} <= named
+    assert named <= set(paceline.__all__)
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
 
 
 # ---- the command line
