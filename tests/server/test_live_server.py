@@ -48,6 +48,12 @@ IMPATIENT = [
     "from paceline.server import run; run.GRACE_S = run.GRACE_TO_SEND_S = 0.3; "
     "from paceline.cli.main import main; main()",
 ]
+EAGER = [
+    "-c",
+    "import socket; from paceline.server import run; say = run._announce; "
+    "run._announce = lambda *args: (socket.create_connection(args[2].getsockname(), 5).close(), say(*args)); "
+    "from paceline.cli.main import main; main()",
+]
 FLAGS = ["--load-format", "dummy", "--port", "0", "--threads", "1", "--served-model-name", "mini"]
 
 
@@ -332,7 +338,7 @@ def test_a_signal_to_the_process_group_leaves_requests_their_grace(tmp_path: Pat
     live = LiveServer(_folder(tmp_path))
     try:
         children = live.children()
-        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with live.http as http, http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -343,6 +349,7 @@ def test_a_signal_to_the_process_group_leaves_requests_their_grace(tmp_path: Pat
         assert children and not any(Path(f"/proc/{child}").exists() for child in children)
     finally:
         live.process.kill()
+        live.process.wait()
 
 
 def _signal_twice(live: LiveServer) -> None:
@@ -385,6 +392,12 @@ def test_a_client_that_stops_reading_is_hung_up_on(tmp_path: Path) -> None:
         live.process.kill()
     log = live.log.read_text()
     assert "connections cut off: 1" in log and "Traceback" not in log, log
+
+
+def test_the_address_is_announced_when_it_is_listened_on(tmp_path: Path) -> None:
+    live = LiveServer(_folder(tmp_path), program=EAGER)
+    assert live.http.get("/health").status_code == 200
+    assert live.stop() == 0
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, server: LiveServer) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -35,7 +35,21 @@ so that none of them sends a request into a connection that is just being closed
 class _Server(uvicorn.Server):
     """uvicorn, with signals left to ``_serve``: its own handling would end the process before the engine is
     closed. And clients that stop reading do not hold up the end: it would cancel their requests, which looks
-    like errors of the app."""
+    like errors of the app.
+
+    Args:
+        config: uvicorn's.
+        started: called when it listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,7 +105,7 @@ async def _serve(
             timeout_graceful_shutdown=GRACE_S + GRACE_TO_SEND_S + GRACE_TO_LEAVE_S,
             server_header=False,
         )
-        server = _Server(config)
+        server = _Server(config, lambda: _announce(client, options, listener))
         closing: list[asyncio.Task[None]] = []
 
         def close() -> None:
@@ -108,7 +122,6 @@ async def _serve(
             loop.add_signal_handler(number, end)
         if stop.is_set():
             return
-        _announce(client, options, listener)
         await server.serve(sockets=[listener])
         await asyncio.gather(*closing)
         logger.info("Stopped.")
