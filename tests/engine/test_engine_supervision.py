@@ -19,6 +19,7 @@ from paceline.engine.frontend import Frontend, RequestState
 from paceline.engine.messages import EngineInfo, EngineRequest, RequestRefused, SequenceOutput
 from paceline.errors import EngineDeadError, RequestError
 from paceline.text import Tokenizer
+from support.info import engine_info
 
 
 def unstarted() -> AsyncEngine:
@@ -38,22 +39,7 @@ def waiting(engine: AsyncEngine, tokenizer: Tokenizer | None = None, **params: A
 
 def info(**changes: Any) -> EngineInfo:
     """What a process says when it is ready."""
-    ready = EngineInfo(
-        model="m",
-        folder="",
-        vocab_size=512,
-        max_model_len=256,
-        max_num_seqs=8,
-        block_size=16,
-        num_blocks=64,
-        eos_token_ids=[],
-        max_logprobs=5,
-        device="cpu",
-        dtype="float32",
-        weights_bytes=1,
-        ready_s=1.0,
-    )
-    return msgspec.structs.replace(ready, **changes)
+    return engine_info(max_model_len=256, **changes)
 
 
 class Processes:
