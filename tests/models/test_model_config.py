@@ -112,6 +112,7 @@ def test_harmless_keys_are_accepted() -> None:
         ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, ["Qwen3MoeForCausalLM"]),
         ({"architectures": None}, ["architectures"]),
+        ({"model_type": "llama"}, ["model_type is 'llama'", "Qwen3ForCausalLM"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -113,3 +114,21 @@ def test_what_compiled_kernels_are_noted_under() -> None:
     assert repr(facts()) == repr(facts(enable_prefix_caching=False))
     others = [facts(max_num_seqs=3), facts(block_size=64), facts(deterministic=True)]
     assert len({repr(found) for found in (facts(), *others)}) == 4
+
+
+def test_a_missing_drafter_is_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_model", lambda *args, **options: pytest.fail("weights were read"))
+    config = EngineConfig.of(
+        model=str(GOLDEN / "qwen3_tiny"), device="cpu", speculative_config={"model": "/no/such"}
+    )
+    with pytest.raises(CheckpointError, match=r"drafter in speculative_config: .*/no/such does not exist"):
+        build.build(config)
+
+
+def test_a_cache_smaller_than_a_sequence_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig.of(model=str(GOLDEN / "qwen3_tiny"), device="cpu", num_blocks=31)
+    build.build(config)
+    assert "holds 496 tokens, and sequences may have 512" in caplog.text
+    caplog.clear()
+    build.build(msgspec.structs.replace(config, num_blocks=32))
+    assert "sequences may have" not in caplog.text

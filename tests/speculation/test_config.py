@@ -13,6 +13,12 @@ from paceline.speculation.config import SpeculativeConfig
 CAPTURE = {"draft_state": "capture"}
 
 
+@pytest.mark.parametrize("method", ["eagle3", "ngram", 5])
+def test_another_method_is_refused_with_those_there_are(method: Any) -> None:
+    with pytest.raises(ConfigError, match=f"method is {method!r}; .*'dspark' and 'dflash'"):
+        SpeculativeConfig.of({"method": method})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "others"),
     [

@@ -15,23 +15,22 @@ from paceline.speculation.planner import Planner
 
 def add_chains(step: PlannedStep, hedger: Hedger, spare_rows: int) -> None:
     """Give sequences chains in the rows the step has left, to verify now and to make for the next one."""
-    candidates = {}
-    for i, entry in enumerate(step.entries):
-        if entry.decodes and (entry.span.drafts or entry.span.propose):
-            # The span is in flight already, and commits at least one token.
-            budget = entry.sequence.tokens_left + 1
-            candidates[entry.span.slot] = i, HedgeCandidate(entry.sequence.order, entry.span.slot, budget)
-    step.hedgeable = [i for i, candidate in candidates.values() if hedger.eligible(candidate.budget)]
-    wanting = [candidate for _, candidate in candidates.values()]
-    for slot in hedger.choose(wanting, spare_rows) if step.decision.hedge else ():
-        step.entries[candidates[slot][0]].span.chains = hedger.chains
+    decoding = {e.span.slot: e for e in step.entries if e.decodes and (e.span.drafts or e.span.propose)}
+    candidates = []
+    for slot, entry in decoding.items():
+        # The span is in flight already, and commits at least one token.
+        budget = entry.sequence.tokens_left + 1
+        candidates.append(HedgeCandidate(entry.sequence.order, slot, budget))
+        entry.hedgeable = hedger.eligible(budget)
+    for slot in hedger.choose(candidates, spare_rows) if step.decision.hedge else ():
+        decoding[slot].span.chains = hedger.chains
 
 
 def executed_chains(step: PlannedStep, results: Sequence[SpanResult]) -> int | None:
     """The chains that most of a step's spans ran which could have some; None where none could. Rows may be
     short, chains not made yet, or the step one that runs without.
     """
-    ran = [results[i].chains for i in step.hedgeable]
+    ran = [result.chains for entry, result in zip(step.entries, results, strict=True) if entry.hedgeable]
     return median_low(ran) if ran else None
 
 

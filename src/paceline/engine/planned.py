@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.engine.sequence import Sequence
 from paceline.runtime.plan import Span, SpanResult, StepPlan
@@ -20,6 +20,8 @@ class Entry:
     span: Span
     tenancy: int
     """The sequence's tenancy when the span was planned; a preemption in between makes the span stale."""
+    hedgeable: bool = False
+    """Whether it could have hedge chains, room or not."""
 
     @property
     def decodes(self) -> bool:
@@ -44,10 +46,8 @@ class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
     decision: Decision = EVERYTHING
-    hedgeable: list[int] = field(default_factory=list)
-    """Entries that could have hedge chains, whether or not there was room for them."""
     chains: int | None = None
-    """Once it has run, the chains that most of these had; None where there were none."""
+    """Once it has run, the chains that most spans had which could have some; None where none could."""
 
     def round(self) -> Round | None:
         """The decode round that is all the step does; None if it does more."""

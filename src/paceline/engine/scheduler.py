@@ -21,15 +21,14 @@ counted through the blocks' reservations.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
 from paceline.cache import BlockPool, SequenceBlocks
-from paceline.cache.sharing import MAX_GROUPS, saves_enough, shared_groups
 from paceline.engine.draft_choice import add_chains, executed_chains, teach
 from paceline.engine.planned import DraftLimits, Entry, PlannedStep, Progress
 from paceline.engine.sequence import Sequence, Status
+from paceline.engine.shared_prefixes import SharedPrefixes
 from paceline.errors import InvariantError
 from paceline.runtime.plan import SlotInit, Span, SpanResult, StepPlan, TableUpdate
 from paceline.speculation.counters import SpeculationCounters
@@ -87,8 +86,7 @@ class Scheduler:
         self._queued = False  # whether the last plan had no room for somebody
         self._vacancies = Vacancies()
         self._started = self._ended = 0  # sequences, since ``_vacancies`` was told
-        self._groups: dict[int, tuple[int, int]] = {}  # of slots, in the last step: group and common tokens
-        self._regroup = True  # whether somebody came or went since
+        self._prefixes = SharedPrefixes(pool.block_size)
         self._step = 0
 
     # ------------------------------------------------------------------ queues
@@ -141,7 +139,7 @@ class Scheduler:
         if self._wants_prompt_logprobs(sequence):
             sequence.prompt_logprobs = []  # gathered anew
         sequence.tenancy += 1
-        self._regroup = True
+        self._prefixes.stale = True
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -191,29 +189,9 @@ class Scheduler:
             return None
         if self.hedger is not None:
             add_chains(step, self.hedger, self.max_num_batched_tokens - step.plan.num_rows)
-        self._put_together(step)
+        self._prefixes.arrange(step, self._running)
         self._step += 1
         return step
-
-    def _put_together(self, step: PlannedStep) -> None:
-        """Put spans side by side whose sequences share their first blocks, those that share most first, and
-        prompts that begin last. Which blocks are shared changes only when a sequence comes or goes.
-        """
-        if self._regroup:
-            self._regroup = False
-            groups = shared_groups([s.blocks.ids for s in self._running])
-            self._groups = {
-                self._running[member].slot: (i + 1, group.num_blocks * self.pool.block_size)
-                for i, group in enumerate(groups)
-                for member in group.members
-            }
-        if not self._groups and not step.plan.inits:
-            return
-        alone = len(self._groups) + 1
-        for entry in step.entries:
-            entry.span.group, entry.span.common = self._groups.get(entry.span.slot, (0, 0))
-        step.entries.sort(key=lambda entry: (entry.span.fresh, entry.span.group or alone))
-        step.plan.spans = [entry.span for entry in step.entries]
 
     def _batch(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> Batch:
         """The sequences that decode, as the planner sees them, and the work beside them."""
@@ -235,11 +213,8 @@ class Scheduler:
     def _context(self, sequences: list[Sequence]) -> float:
         """Tokens whose keys a round reads, on average of a sequence."""
         tokens = sum(s.scheduled for s in sequences)
-        if self._groups and self.planner is not None and self.planner.costs.shares_keys:
-            # Whoever decodes was there in the last step, and then held what he shares.
-            shared = Counter(self._groups[s.slot] for s in sequences if s.slot in self._groups)
-            saved = [(n - 1) * common for (_, common), n in shared.items() if saves_enough(n, common)]
-            tokens -= sum(sorted(saved)[-MAX_GROUPS:])
+        if self.planner is not None and self.planner.costs.shares_keys:
+            tokens -= self._prefixes.saved_tokens(s.slot for s in sequences)
         return tokens / max(len(sequences), 1)
 
     def _offered(self, decoding: list[Sequence]) -> dict[str, int]:
@@ -340,7 +315,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
             self._started += 1
-            self._regroup = True
+            self._prefixes.stale = True
             if self.planner is not None:
                 self.planner.survival.reset(sequence.slot)
             self.draft_state.admit(sequence.slot, offer, step.plan.draft)

@@ -313,6 +313,12 @@ def require_architecture(fields: Fields) -> None:
             f"{fields.where}: architecture {architectures!r} is not supported; Paceline serves "
             f"{', '.join(SUPPORTED_ARCHITECTURES)} (dense Qwen3 of any size)"
         )
+    model_type = fields.raw("model_type", "qwen3")
+    if model_type != "qwen3":
+        raise CheckpointError(
+            f"{fields.where}: model_type is {model_type!r}, which is not what its architecture "
+            f"{architectures[0]} goes by, 'qwen3'; one of the two is wrong"
+        )
 
 
 def refuse_quantization(fields: Fields) -> None:

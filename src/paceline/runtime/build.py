@@ -90,6 +90,7 @@ def build(engine: EngineConfig) -> Built:
         torch.set_num_threads(engine.threads)
     device = pick_device(engine.device)
     folder = resolve_folder(engine.model_path, revision=engine.revision)
+    drafter_folder = _drafter_folder(engine)
     config = Qwen3Config.from_pretrained(folder)
     max_model_len = _max_model_len(engine, config)
     limits = _step_limits(engine, max_model_len, on_gpu=device.type == "cuda")
@@ -108,7 +109,7 @@ def build(engine: EngineConfig) -> Built:
         make_deterministic(model)
         logger.info("Deterministic: logits do not depend on batch, chunking, speculation or cache")
     dtype = model.embed_tokens.weight.dtype
-    drafter = _load_drafter(engine, model)
+    drafter = None if drafter_folder is None else _load_drafter(engine, drafter_folder, model)
     if drafter is not None and engine.speculation is not None:
         wanted = engine.speculation.num_speculative_tokens
         limits = replace(limits, num_drafts=drafter.config.num_drafts(wanted))
@@ -340,21 +341,32 @@ def _log_cache(memory: MemoryPlan, block_size: int, max_model_len: int) -> None:
         f"{max_model_len:,}",
         tokens / max_model_len,
     )
+    if tokens < max_model_len:
+        logger.warning(
+            "The K/V cache holds %s tokens, and sequences may have %s: longer requests than the former are "
+            "refused. Give the cache more memory, or lower max_model_len.",
+            f"{tokens:,}",
+            f"{max_model_len:,}",
+        )
 
 
-def _load_drafter(engine: EngineConfig, target: Qwen3ForCausalLM) -> Drafter | None:
-    """The drafter a config names, checked against the method it names."""
+def _drafter_folder(engine: EngineConfig) -> Path | None:
+    """Where the drafter is; None without one."""
     speculation = engine.speculation
     if speculation is None:
         return None
     assert speculation.model is not None
-    drafter = load_drafter(
-        speculation.model,
-        target,
-        load_format=engine.load_format,
-        show_progress=engine.show_progress,
-        revision=speculation.revision,
-    )
+    try:
+        return resolve_folder(speculation.model, revision=speculation.revision)
+    except CheckpointError as error:
+        raise CheckpointError(f"The drafter in speculative_config: {error}") from error
+
+
+def _load_drafter(engine: EngineConfig, folder: Path, target: Qwen3ForCausalLM) -> Drafter:
+    """The drafter a config names, checked against the method it names."""
+    speculation = engine.speculation
+    assert speculation is not None
+    drafter = load_drafter(folder, target, load_format=engine.load_format, show_progress=engine.show_progress)
     if speculation.method not in (None, drafter.config.method):
         raise ConfigError(
             f"speculative_config asks for method {speculation.method!r}, but {speculation.model} is a "

@@ -114,6 +114,12 @@ class SpeculativeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
             return value
         try:
             raw: Any = msgspec.json.decode(value) if isinstance(value, str) else value
+            method = raw.get("method") if isinstance(raw, dict) else None
+            if method not in (None, "dspark", "dflash"):
+                raise ConfigError(
+                    f"speculative_config: method is {method!r}; Paceline drafts with 'dspark' and 'dflash'. "
+                    "Give one of them, or a drafter of either kind as model."
+                )
             config = msgspec.convert(raw, cls)
             wanted = any(key != "method" for key in raw)
             return msgspec.structs.replace(config, method="dspark") if wanted and config == cls() else config
