@@ -63,6 +63,7 @@ class DeferredContext:
     """
 
     def __init__(self, drafting: DraftStage, state: SlotState, where: CaptureStream | None) -> None:
+        drafting.make_places()
         self._drafting, self._state, self._where = drafting, state, where
         self._owed: dict[int, int] = {}  # by slot, its last rows
         self._sizes = pass_sizes(state.spare)

@@ -114,21 +114,19 @@ class DraftStage:
         self._token_ids = None if drafter.target_ids is None else drafter.target_ids.to(torch.int32)
         self._captures = None if captures is None else CaptureStore(captures, cache.k.shape[1], state)
         self._tables = state.block_tables if self._captures is None else self._captures.draft_tables
-        if self.defers:
-            taps = len(drafter.config.tap_layer_ids) * drafter.config.layers.hidden_size
-            self._keep_places(taps, cache.k.dtype)
         if window is not None:
             for layer in drafter.draft_layers():
                 own = layer.spec.window
                 layer.spec = replace(layer.spec, window=window if own is None else min(own, window))
 
-    def _keep_places(self, width: int, dtype: torch.dtype) -> None:
-        """Make places for tap rows of ``width`` values, addressed like a paged cache in which all blocks of a
-        slot are the same one.
+    def make_places(self) -> None:
+        """Make places for tap rows that are kept, addressed like a paged cache in which all blocks of a slot
+        are the same one.
         """
-        state = self._state
+        state, config = self._state, self.drafter.config
         count, blocks = state.spare + 1, -(-state.tokens.shape[1] // KEPT_ROWS)
-        self._kept = torch.zeros(count * KEPT_ROWS, width, dtype=dtype, device=state.device)
+        width = len(config.tap_layer_ids) * config.layers.hidden_size
+        self._kept = self.cache.k.new_zeros(count * KEPT_ROWS, width)
         slots = torch.arange(count, dtype=torch.int32, device=state.device)
         self._kept_tables = slots[:, None].repeat(1, blocks)
 
