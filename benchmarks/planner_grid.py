@@ -4,10 +4,10 @@
     python benchmarks/planner_grid.py --cpu planner_grid_cpu.json   # the bundled pair on a CPU
 
 Acceptance is synthetic, a function of seed and position, so that all modes are given the same text. Every
-cell is closed batches of answers of one length behind prompts whose prefix is warm. An engine without a
-drafter gives ``alone``; another one runs the other modes in turn: ``plain`` (the planner never drafts),
-``fixed`` (all drafts are verified) and ``auto``, which forgets what stood and looks around for an untimed
-run. The best run of each mode counts; one that is far behind in the first runs has no others. ``--domain``
+cell is closed batches of answers of one length behind prompts whose prefix is warm. Modes run in turn:
+``alone`` on an engine without a drafter, and on another one ``plain`` (the planner never drafts), ``fixed``
+(all drafts are verified) and ``auto``, which forgets what stood and looks around for an untimed run. The
+median run of each mode counts; one that is far behind in the first runs has no others. ``--domain``
 then changes the accept length under steady traffic, and tells how much of the better mode's tokens each
 second had before and after; it may be given several times.
 
@@ -41,10 +41,12 @@ ACCEPT_LENGTHS = (1.2, 2.0, 3.5, 6.0)
 GPU_SIZES = (64, 128, 32, 8, 1, 16, 256, 4, 2)  # the most telling first
 CPU_SIZES = (8, 1, 4, 2, 16)
 PROMPT_LEN = 128
+KV_BYTES = 24 * 2**30
+"""Two engines share a GPU."""
 MIN_SEQUENCES = 2
 """A run of fewer sequences at once has several batches one after the other."""
-REPEATS = 3
-"""Runs of a mode, of which the best counts; who goes first changes from one to the next."""
+REPEATS = 5
+"""Runs of a mode; who goes first changes from one to the next."""
 FAR_BEHIND = 0.85
 """A mode with less than this share of another's first run cannot be the best."""
 WINDOW_S = 1.0
@@ -65,7 +67,7 @@ class Grid:
         self.path = Path(options.json_path)
         self.deadline: float = time.perf_counter() + options.budget_s
         self.sizes: tuple[int, ...] = CPU_SIZES if self.cpu else GPU_SIZES
-        self.report: dict[str, Any] = {"results": [], "alone": {}}
+        self.report: dict[str, Any] = {"results": []}
         if self.path.exists():
             self.report = json.loads(self.path.read_text())
         machine = describe_machine(torch.device("cpu" if self.cpu else "cuda"))
@@ -88,7 +90,12 @@ class Grid:
         if self.cpu:
             bundled = {"method": "dspark", **speculative}
             return EngineConfig.of(device="cpu", max_num_seqs=max(CPU_SIZES), speculative_config=bundled)
-        base = EngineConfig.of(device="cuda", max_num_seqs=max(GPU_SIZES), speculative_config=speculative)
+        base = EngineConfig.of(
+            device="cuda",
+            max_num_seqs=max(GPU_SIZES),
+            kv_cache_memory_bytes=KV_BYTES,
+            speculative_config=speculative,
+        )
         return with_geometry(base, "qwen3-4b", "dspark-b7")
 
     def serve(self, driver: Driver, size: int, num_tokens: int) -> float:
@@ -112,31 +119,17 @@ class Grid:
         driver.prepare_greedy()
         return driver
 
-    def measure_alone(self) -> None:
-        """Plain decoding of an engine that has no drafter."""
-        missing = [size for size in self.sizes if str(size) not in self.report["alone"]]
-        if not missing:
-            return
-        driver = self.load(plain(self.engine()))
-        for size in missing:
-            self.serve(driver, size, 8)  # warms the prefix
-            runs = [self.serve(driver, size, self.num_tokens) for _ in range(REPEATS)]
-            self.report["alone"][str(size)] = max(runs)
-            print(f"alone {size:4d}: {self.report['alone'][str(size)]:8.0f}", flush=True)
-            self.save()
-        driver.close()
-
     def measure_cells(self, domains: list[str]) -> None:
         """Every cell that is missing, then changes of domain."""
         done = {(row["batch_size"], row["accept_length"]) for row in self.report["results"]}
         cells = [(size, length) for size in self.sizes for length in ACCEPT_LENGTHS]
         if set(cells) <= done and not domains:
             return
-        driver = self.load(self.engine())
+        alone, driver = self.load(plain(self.engine())), self.load(self.engine())
         self.report["ready_s"] = driver.info.ready_s
         for size, accept_length in cells:
             if (size, accept_length) not in done and self.in_time:
-                row = self.measure(driver, size, accept_length)
+                row = self.measure(alone, driver, size, accept_length)
                 self.report["results"].append(row)
                 self.save()
                 print(
@@ -148,38 +141,46 @@ class Grid:
         for domain in domains:
             number, first, then, seconds = domain.split(",")
             self.measure_domain(driver, int(number), (float(first), float(then)), float(seconds))
+        alone.close()
         driver.close()
 
-    def measure(self, driver: Driver, size: int, accept_length: float) -> dict[str, Any]:
-        """One cell."""
+    def measure(self, alone: Driver, driver: Driver, size: int, accept_length: float) -> dict[str, Any]:
+        """One cell, on the engine without a drafter and on the one with it."""
         planner = planner_of(driver)
         accept(driver, accept_length)
         row: dict[str, Any] = {"batch_size": size, "accept_length": accept_length}
         planner.survival = Survival(driver.info.max_num_seqs, driver.num_drafts)
         driver.core.scheduler.planner = planner
+        self.serve(alone, size, 8)  # warms the prefix
         self.serve(driver, size, 8)
         self.serve(driver, size, self.num_tokens)
         before = planner.rounds.copy()
         never = NeverDraft(planner.costs, planner.survival)
-        modes: dict[str, Planner | None] = {"plain": never, "fixed": None, "auto": planner}
+        modes: dict[str, tuple[Driver, Planner | None]] = {
+            "alone": (alone, None),
+            "plain": (driver, never),
+            "fixed": (driver, None),
+            "auto": (driver, planner),
+        }
         runs: dict[str, list[float]] = {name: [] for name in modes}
         steps: dict[str, list[int]] = {name: [] for name in modes}
         for repeat in range(REPEATS):
             best = max((max(found) for found in runs.values() if found), default=0.0)
-            order = [*modes][repeat:] + [*modes][:repeat]
+            first = repeat % len(modes)
+            order = [*modes][first:] + [*modes][:first]
             for name in order:
                 if repeat == 0 or name == "auto" or runs[name][0] > FAR_BEHIND * best:
-                    driver.core.scheduler.planner = modes[name]
-                    done = driver.core.stats().num_steps
-                    runs[name].append(self.serve(driver, size, self.num_tokens))
-                    steps[name].append(driver.core.stats().num_steps - done)
+                    used, chosen = modes[name]
+                    used.core.scheduler.planner = chosen
+                    done = used.core.stats().num_steps
+                    runs[name].append(self.serve(used, size, self.num_tokens))
+                    steps[name].append(used.core.stats().num_steps - done)
         driver.core.scheduler.planner = planner
-        row |= {name: max(found) for name, found in runs.items()}
+        row |= {name: statistics.median(found) for name, found in runs.items()}
         row |= {"runs": runs, "steps": steps}
         row["rounds"] = {f"{depth}, {reason}": n for (depth, reason), n in (planner.rounds - before).items()}
         row["spread"] = planner.survival.spread
         row["survival"] = planner.survival.overall().tolist()
-        row["alone"] = self.report["alone"].get(str(size), row["plain"])
         row["of_best"] = row["auto"] / max(row["plain"], row["fixed"])
         row["of_alone"] = row["auto"] / row["alone"]
         return row
@@ -250,7 +251,6 @@ def main() -> None:
     grid = Grid(options)
     if options.sizes is not None:
         grid.sizes = tuple(int(size) for size in options.sizes.split(",") if size)
-    grid.measure_alone()
     grid.measure_cells(options.domain)
 
 

@@ -99,11 +99,14 @@ class Driver:
         gc.freeze()  # as a server does: what lives now is not looked at again and again
 
     def prepare_greedy(self) -> None:
-        """Capture every round that greedy requests may need, whatever the planner chooses."""
+        """Capture every round that greedy requests may need, whatever the planner chooses, and what goes with
+        them.
+        """
         rounds = runner_of(self.core).rounds
         if rounds is not None:
             rounds.missing = [shape for shape in rounds.missing if shape.kind == "greedy" or shape.together]
-            while rounds.prepare():
+        for part in (rounds, runner_of(self.core).deferred):
+            while part is not None and part.prepare():
                 pass
 
     @property
