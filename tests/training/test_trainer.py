@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,23 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     options = replace(tiny_options("dspark"), out=tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
         _claim(options, Documents.of([[1, 2]], VOCAB), World())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_who_follows_reads_what_who_leads_has_written(tmp_path: Path, same: bool) -> None:
+    """Not before the others have come as far: until then there is nothing, or half a file."""
+    options, data = replace(tiny_options("dspark"), out=tmp_path), Documents.of([[1, 2]], VOCAB)
+    theirs = options if same else replace(options, learning_rate=0.5)
+
+    class Follower(World):
+        def barrier(self) -> None:
+            (tmp_path / "run.json").unlink()
+            _claim(theirs, data, World())
+
+    (tmp_path / "run.json").write_text("")
+    with nullcontext() if same else pytest.raises(ConfigError, match="other options or data"):
+        _claim(options, data, Follower(rank=1, size=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_taps_must_fit() -> None:

@@ -126,23 +126,24 @@ def _claim(options: TrainOptions, data: Documents, world: World) -> None:
     values = {k: v for k, v in options.fingerprint().items() if k not in lead}
     values["data"] = hashlib.sha256(data.tokens.tobytes()).hexdigest()[:16]
     path = options.out / "run.json"
-    if path.is_file():
-        known = json.loads(path.read_text())
-        changed = sorted(name for name in values if known.get(name) != values[name])
-        if changed:
-            raise ConfigError(
-                f"{options.out} holds a run with other options or data ({', '.join(changed)}). Give the "
-                "same ones to resume it, or another folder"
-            )
-    elif world.leads:
+    if world.leads and not path.is_file():
+        begun = path.with_suffix(".part")  # who reads the file finds all of it, or none
         try:
             options.out.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(values, indent=1) + "\n")
+            begun.write_text(json.dumps(values, indent=1) + "\n")
+            begun.replace(path)
         except OSError as error:
             raise ConfigError(
                 f"out is {options.out}, which cannot be written: {error.strerror}. Name another folder"
             ) from error
     world.barrier()
+    known = json.loads(path.read_text())
+    changed = sorted(name for name in values if known.get(name) != values[name])
+    if changed:
+        raise ConfigError(
+            f"{options.out} holds a run with other options or data ({', '.join(changed)}). Give the "
+            "same ones to resume it, or another folder"
+        )
 
 
 def _answers(
