@@ -38,12 +38,8 @@ class KeptRows:
 
     def __init__(self, num_rows: int, drafting: DraftStage, state: SlotState) -> None:
         self.inputs = torch.ones(2, num_rows, dtype=torch.int32, device=state.device)
-        self._drafting, self._spare = drafting, state.spare
-        self.clear()
-
-    def clear(self) -> None:
-        """Name no row."""
-        self.inputs[0].fill_(self._spare)
+        self.inputs[0] = state.spare
+        self._drafting = drafting
 
     def __call__(self) -> None:
         """Write what ``inputs`` name."""
@@ -94,12 +90,11 @@ class DeferredContext:
     def _write(self, slots: np.ndarray, counts: np.ndarray) -> None:
         num_rows = int(counts.sum())
         ends = np.cumsum(counts)
-        rows = np.repeat(slots, counts), np.repeat(ends, counts) - np.arange(num_rows)
         kept, run = self._pass(num_rows)
-        kept.clear()
-        sent = self._staging.send(rows)
-        for target, values in zip(kept.inputs, sent, strict=True):
-            target[:num_rows].copy_(values)
+        values = np.ones(kept.inputs.shape, dtype=np.int32)
+        values[0] = self._state.spare
+        values[:, :num_rows] = np.repeat(slots, counts), np.repeat(ends, counts) - np.arange(num_rows)
+        kept.inputs.view(-1).copy_(self._staging.send([values.reshape(-1)])[0])
         run()
 
     def capture_largest(self) -> None:
