@@ -119,7 +119,7 @@ def test_a_trial_that_is_cut_short_stops_no_other(stop: str) -> None:
 def test_no_trial_of_chains_begins_where_fewer_drafts_pay() -> None:
     made = planner(0.0005)
     run(made, 600, stood=1, won=0)
-    made._depth, made._unhedged_s = 2, 1e9
+    made._depth, made._unhedged_s, made._chain_trial = 2, 1e9, 0
     made._hedge(batch(), _Trial(4, True, 8.0), 1e9)  # an exploring round of all drafts
     assert not made._hedges and not made._chain_trial
 

@@ -104,6 +104,27 @@ def test_doubt_about_a_kind_that_does_not_run_has_a_limit() -> None:
     assert costs.seconds(Round(8, 0, False), 100) < 0.008 * math.exp(0.4)
 
 
+def test_doubt_falls_when_a_kind_runs_and_comes_back_with_time() -> None:
+    costs = RoundCosts(grid(), 4)
+    plain, full = Round(8, 0, False), Round(8, 4, True)
+    kinds = costs.kind(plain), costs.kind(full)
+
+    def run(round_: Round, seconds: float, times: int) -> float:
+        for _ in range(times):
+            costs.observe(round_, 100, seconds)
+        return costs.doubt(*kinds)
+
+    unseen = costs.doubt(*kinds)
+    settled = run(full, 0.042, 300)
+    assert settled < 1.2 * unseen
+    once = run(plain, 0.008, 1)
+    assert once < 0.7 * settled
+    assert run(plain, 0.008, 10) < 0.6 * once
+    assert costs.doubt(*kinds) == pytest.approx(costs.doubt(*reversed(kinds)))
+    later = [run(full, 0.042, 1000) for _ in range(40)]
+    assert once < later[1] < later[-1] < 1.1 * settled
+
+
 def test_where_rounds_are_captured_the_first_of_a_kind_tells_nothing() -> None:
     costs = RoundCosts(grid(), 4, {1: (4,), 8: (2, 4)})
     for seconds, expected in (3.0, 0.008), (0.009, 0.00878):

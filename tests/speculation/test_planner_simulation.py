@@ -85,11 +85,11 @@ def test_a_slow_neighbour_changes_nothing() -> None:
 
 
 def test_exploring_costs_little() -> None:
-    """About a hundredth in a few thousand rounds, free trials included, where it can gain nothing."""
+    """Half a hundredth, once the first trials are over, where it can gain nothing."""
     for num_seqs in (1, 256):
         world = World()
         world.run(num_seqs, 1.0, 1500)  # the free trials
-        assert world.run(num_seqs, 1.0, 3000) >= 0.985 * world.best(num_seqs, 1.0)
+        assert world.run(num_seqs, 1.0, 3000) >= 0.993 * world.best(num_seqs, 1.0)
         assert any(reason == "exploring" for _, reason in world.planner.rounds)
 
 
@@ -102,6 +102,17 @@ def test_plain_decoding_is_not_tried_for_ever_where_it_is_far_behind() -> None:
     assert before > 0 and world.planner.rounds[0, "exploring"] == before
     world.run(8, 1.2, 1000)  # and when drafts stand no more
     assert world.run(8, 1.2, 1000) > TOLERANCE * world.best(8, 1.2)
+
+
+@pytest.mark.parametrize("accept_length", ACCEPT_LENGTHS)
+@pytest.mark.parametrize("num_seqs", (1, 16, 64, 256))
+def test_closed_batches_of_an_h200_lose_less_than_a_hundredth(num_seqs: int, accept_length: float) -> None:
+    """As ``benchmarks/planner_grid.py`` has them, after a look around."""
+    world, lengths = World(h200_seconds), [accept_length] * num_seqs
+    batches = max(4, 4 * 64 // num_seqs)
+    world.serve(lengths, 256, batches)
+    best = max(World(h200_seconds).serve(lengths, 256, batches, decide) for decide in (plain, fixed))
+    assert world.serve(lengths, 256, batches) >= 0.99 * best
 
 
 def test_tiers_of_this_world_are_those_that_are_captured() -> None:
@@ -143,7 +154,7 @@ def test_never_slower_where_nothing_refills_a_batch(
     planned.serve(lengths, num_tokens, batches)
     got = planned.serve(lengths, num_tokens, batches)
     best = max(world().serve(lengths, num_tokens, batches, decide) for decide in (plain, fixed))
-    assert got >= 0.97 * best
+    assert got >= TOLERANCE * best
 
 
 @pytest.mark.parametrize(("num_seqs", "gain"), [(16, 1.0), (32, 1.03)])

@@ -112,16 +112,15 @@ class World:
         for _ in range(num_rounds):
             available = [NUM_DRAFTS * self._drafted] * num_seqs
             decision = self.planner.decide(Batch(slots, available, [True] * num_seqs, CONTEXT, 10**6))
-            depth = min(decision.depth, available[0])
-            stood = self._rng.random((num_seqs, NUM_DRAFTS))[:, :depth] < chance
-            accepted = np.cumprod(stood, axis=1).sum(1).astype(int).tolist()
-            self.planner.committed(decision, slots, [depth] * num_seqs, accepted)
-            round_ = Round(num_seqs, depth, decision.propose)
+            verified = _verified(decision, slots, available)
+            stood = np.cumprod(self._rng.random((num_seqs, NUM_DRAFTS)) < chance, axis=1).sum(1)
+            self.planner.committed(decision, slots, verified, np.minimum(stood, verified).tolist())
+            round_ = Round(num_seqs, min(decision.depth, available[0]), decision.propose)
             took = slowdown * self.true_seconds(round_)
             self.planner.costs.observe(round_, CONTEXT, took * self._rng.normal(1.0, self._noise))
             self._drafted = decision.propose
             seconds += took
-            tokens += num_seqs * float(means[depth])
+            tokens += float(means[verified].sum())
         return tokens / seconds
 
     def serve(
@@ -166,13 +165,13 @@ class World:
                     refilled=False,
                 )
                 decision = (decide or self.planner.decide)(batch)
-                verified = [min(decision.depth, count) for count in available]
+                verified = _verified(decision, alive, available)
                 accepted = [
                     int(np.cumprod(right[slot, num_tokens - left[slot] :][:count]).sum())
                     for slot, count in zip(alive, verified, strict=True)
                 ]
                 propose = [decision.propose and left[slot] - 1 >= 2 for slot in alive]
-                round_ = Round(len(alive), max(verified), any(propose))
+                round_ = Round(len(alive), min(decision.depth, max(verified)), any(propose))
                 took = self.true_seconds(round_)
                 if decide is None:
                     self.planner.committed(decision, alive, verified, accepted)
@@ -184,6 +183,11 @@ class World:
                     drafts[slot] = NUM_DRAFTS * propose[i]
             total += num_seqs
         return total / seconds
+
+
+def _verified(decision: Decision, slots: Sequence[int], available: Sequence[int]) -> list[int]:
+    """Drafts of each sequence that get rows."""
+    return [min(decision.limit(slot), count) for slot, count in zip(slots, available, strict=True)]
 
 
 def plain(batch: Batch) -> Decision:

@@ -189,6 +189,16 @@ class RoundCosts:
         """Whether a round of this kind has run since start."""
         return self.kind(round_) in self._seen
 
+    def doubt(self, kind: Round, other: Round) -> float:
+        """How far what rounds of one kind take may be from what they seem to, beside those of another: a
+        standard deviation of the logarithm.
+        """
+        one, two = self._seen.get(kind), self._seen.get(other)
+        variance = sum(START_OFFSET**2 if p is None else float(self._doubt[p, p]) for p in (one, two))
+        if one is not None and two is not None:
+            variance -= 2.0 * float(self._doubt[one, two])
+        return math.sqrt(max(variance, 0.0))
+
     def observe(self, round_: Round, context: float, seconds: float) -> None:
         """Learn from a round that took ``seconds``. Where rounds are captured, the first of a kind may just
         have been, and tells nothing.

@@ -30,6 +30,7 @@ that nothing waits for the choice.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ from paceline.speculation.survival import Survival
 
 logger = logging.getLogger(__name__)
 
-EXPLORE_SHARE = 0.006
+EXPLORE_SHARE = 0.004
 """Most time given up to find out what else would be faster now, as a share of all."""
 FREE_TRIALS = 2
 FREE_EVERY = 64
@@ -58,9 +59,9 @@ between any two of them; and the price up to which they are free, in rounds."""
 PLAIN_PRICE = 0.5
 """The same of plain decoding, which must be close to be worth trying; where it has not run since start it is
 tried at once: until it does, nothing shows that it was measured too slow."""
-HOPELESS = 0.5
-"""A smaller depth whose rounds bring less than this share of the tokens per second is not tried again: what
-they commit is known from what stands now, and a kind of round does not become so much cheaper than it was."""
+DOUBTS = 2.0
+"""Standard deviations of what its time is in doubt by that a smaller depth must be within of the present one
+to be tried again: what its rounds commit is known from what stands now."""
 SETTLE_EVERY = 16
 """Most rounds after which a choice is looked at again while the batch stays what it is. A new one is looked
 at after one, two, four: what it was made from is known least then."""
@@ -238,12 +239,12 @@ class Planner:
             return None
         # Of those that have not run for equally long plain decoding, then the deepest: it tells most.
         kinds = self.costs.kinds(num_seqs)
-        least = HOPELESS * now[depth] / seconds(depth, propose)
+        rate = now[depth] / seconds(depth, propose)
         others = [
             k
-            for k, kind in kinds.items()
+            for k in kinds
             if k > self._depth  # later drafts may stand by now
-            or (k < self._depth and not (self.costs.seen(kind) and now[k] < least * seconds(k, k > 0)))
+            or (k < self._depth and now[k] / seconds(k, k > 0) * self._faster(kinds[k], kinds[depth]) > rate)
         ]
         if not others:
             return None
@@ -268,6 +269,12 @@ class Planner:
         if not propose:
             self._drafted_for = other
         return trial
+
+    def _faster(self, kind: Round, present: Round) -> float:
+        """By how much rounds of a kind may yet be faster, beside those of the present one, than they seem."""
+        if not self.costs.seen(kind):
+            return math.inf  # start-up figures may be anything
+        return math.exp(DOUBTS * self.costs.doubt(kind, present))
 
     def _free(self, kind: Round, price: float) -> bool:
         """Whether a trial that costs ``price`` rounds need not be paid for. The very first of drafting need
