@@ -35,7 +35,7 @@ def test_it_costs_no_request_and_no_later_capture(monkeypatch: pytest.MonkeyPatc
     core = make(speculative_config=speculative)
     rounds = runner_of(core).rounds
     assert rounds is not None
-    assert any(shape.propose for shape in rounds.missing)
+    assert any(shape.propose for shape in rounds.graphs.missing)
     draft = Drafter.draft
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def test_it_costs_no_request_and_no_later_capture(monkeypatch: pytest.MonkeyPatc
         assert tokens_of(complete(core, prompts, params)) == plain
         while core.runner.prepare():  # all that is left is tried, and fails where it drafts
             pass
-        assert not rounds.missing
+        assert not rounds.graphs.missing
     assert failures
     failures.clear()
     assert tokens_of(complete(core, prompts, params)) == plain

@@ -16,7 +16,7 @@ from paceline.models.drafter_dialects import read_drafter_config
 from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.models.qwen3 import Qwen3ForCausalLM
-from paceline.runtime.graphs import MEMORY_BOUND_ROWS
+from paceline.runtime.shapes import MEMORY_BOUND_ROWS
 from support.engines import GOLDEN
 from support.random_rounds import RandomRounds, Shape, make_runner, run_both
 

@@ -21,7 +21,8 @@ from paceline.proving.drive import runner_of
 from paceline.runtime import round as rounds
 from paceline.runtime.few_rows import FewRows
 from paceline.runtime.graphs import RoundSet
-from paceline.runtime.round import DecodeRound, RoundShape
+from paceline.runtime.round import DecodeRound
+from paceline.runtime.shapes import RoundShape
 from paceline.sampling.fixed import sample_fixed
 from paceline.sampling.state import FixedKind
 from support.engines import golden_core
@@ -92,7 +93,7 @@ def decode_round(core: EngineCore, num_drafts: int, kind: FixedKind) -> DecodeRo
     """A round of one sequence."""
     runner = runner_of(core)
     assert isinstance(runner.rounds, RoundSet)
-    return runner.rounds._round(RoundShape.even(1, num_drafts, num_drafts > 0, kind))[0]
+    return runner.rounds.graphs.get(RoundShape.even(1, num_drafts, num_drafts > 0, kind))[0]
 
 
 @torch.inference_mode()

@@ -123,7 +123,7 @@ COUNTS = {1: [7], 2: [7], 4: [7], 8: [7], 16: [2, 4, 7], 32: [2, 7], 64: [2, 4, 
 
 def test_rounds_are_those_that_the_planner_times() -> None:
     runner = object.__new__(Runner)
-    runner.rounds = SimpleNamespace(draft_counts=COUNTS)  # type: ignore[assignment]
+    runner.rounds = SimpleNamespace(shapes=SimpleNamespace(draft_counts=COUNTS))  # type: ignore[assignment]
     plans = list(module._timed(runner, LIMITS))
     assert all(plan.num_rows <= LIMITS.max_num_batched_tokens for plan in plans)
     drafting = [(len(plan.spans), plan.depth) for plan in plans if plan.spans[0].propose]

@@ -7,8 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_rounds import Shallow, generic_core, round_core
 
 from paceline.cache import sharing
@@ -16,7 +14,6 @@ from paceline.engine.core import EngineCore
 from paceline.engine.messages import EngineRequest
 from paceline.proving.drive import RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime import graphs
 from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import Span
 from paceline.sampling.params import SamplingParams
@@ -35,7 +32,7 @@ def watched(core: EngineCore) -> list[tuple[list[int], bool]]:
     rounds = runner_of(core).rounds
     assert rounds is not None
     seen: list[tuple[list[int], bool]] = []
-    run, together = rounds.run, rounds._with_common_keys
+    run, together = rounds.run, rounds.shapes.with_common_keys
 
     def counted(spans: Any, kind: Any, depth: Any) -> Any:
         told.clear()
@@ -50,7 +47,7 @@ def watched(core: EngineCore) -> list[tuple[list[int], bool]]:
 
     told: list[Any] = []
     rounds.run = counted  # type: ignore[method-assign, assignment]
-    rounds._with_common_keys = noted  # type: ignore[method-assign]
+    rounds.shapes.with_common_keys = noted  # type: ignore[method-assign]
     return seen
 
 
@@ -155,9 +152,9 @@ def test_synthetic_acceptance_behind_a_prompt_is_the_same() -> None:
 
 
 @functools.cache
-def roundset(slots: int = 8) -> RoundSet:
+def roundset() -> RoundSet:
     """Rounds that are made only when they are run, and here none is."""
-    rounds = runner_of(round_core("dspark_tiny_b7", 0, slots=slots)).rounds
+    rounds = runner_of(round_core("dspark_tiny_b7", 0, slots=8)).rounds
     assert rounds is not None
     return rounds
 
@@ -192,69 +189,3 @@ def test_a_prompt_without_the_rarer_parameters_only() -> None:
         while core.has_work:
             core.step()
         assert len(seen) == (i == 2)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "prompts", "depth", "rows"),
-    [
-        ([7] * 17, [2], None, 24 * 6),  # nobody plans: nearly all drafts
-        ([7] * 17, [2], 3, 24 * 4),
-        ([7] * 17, [2], 5, 24 * 6),  # rows of three drafts each would do, and are not what was planned
-        ([7] * 17, [40], 3, 24 * 4),  # a quarter of 51 drafts is given up
-        ([7] * 17, [41], 3, 24 * 6),
-        ([7] * 8, [4] * 14, 3, 24 * 4),  # drafts are for those that have some
-        ([7] * 17, [2], 7, 24 * 8),
-        ([0] * 17, [2], 0, 24 * 4),  # nobody has drafts, but all propose
-    ],
-)
-def test_which_round_takes_prompts(
-    drafts: list[int], prompts: list[int], depth: int | None, rows: int
-) -> None:
-    rounds = roundset(24)
-    spans = [Span(i, n + 1, n, propose=True) for i, n in enumerate([*drafts, *[0] * len(prompts)])]
-    for span, count in zip(spans[len(drafts) :], prompts, strict=True):
-        span.rows = count
-    shape = rounds._shape_with_prompts(spans, "greedy", depth)
-    assert shape is not None and shape.num_rows == rows
-
-
-def test_rounds_with_room_for_prompts() -> None:
-    """Where rows cost little, and for plain decoding, which has no drafts to give up. Not where most of a
-    round would be nobody's.
-    """
-    rounds = roundset(64)
-    assert [rounds._roomy(size, 7).num_rows for size in (1, 16, 24)] == [8 + 64, 128 + 64, 192]
-    assert [rounds._roomy(size, 0).num_rows for size in (1, 64, 256)] == [65, 128, 320]
-    resuming = [Span(i, 1, propose=True) for i in range(60)]
-    assert rounds._shape_with_prompts([*resuming, Span(60, 2, propose=True)], "greedy", 0) is None
-    assert rounds._shape_with_prompts([*resuming, Span(60, 80, propose=True)], "greedy", 0) is not None
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(0, 7), max_size=8),
-    st.lists(st.integers(1, 60), max_size=4),
-    st.one_of(st.none(), st.integers(0, 7)),
-    st.booleans(),
-)
-def test_a_round_for_prompts_has_room(
-    drafts: list[int], prompts: list[int], depth: int | None, propose: bool
-) -> None:
-    """For every known token, and nearly all drafts that were planned for."""
-    rounds = roundset(12)
-    spans = [Span(i, n + 1, n, propose) for i, n in enumerate(drafts)]
-    spans += [Span(8 + i, n, 0, propose) for i, n in enumerate(prompts)]
-    if not spans:
-        return
-    shape = rounds._shape_with_prompts(spans, "greedy", depth)
-    known = sum(span.rows - span.drafts for span in spans)
-    most = max(drafts, default=0) if depth is None else min(depth, max(drafts, default=0))
-    wanted = min(sum(drafts), most * sum(span.lead == 0 for span in spans))
-    if shape is None:  # at 12 slots no round is so large that most of it would be nobody's
-        size = next(size for size in graphs.tiers(12) if size >= len(spans))
-        assert known + wanted - wanted // graphs.GIVEN_UP > size * (8 if wanted or propose else 1)
-        return
-    assert shape.packed and shape.num_seqs >= len(spans) and shape.num_rows >= known
-    assert shape.num_rows - known >= wanted - wanted // graphs.GIVEN_UP
-    assert shape.propose or not any(span.propose for span in spans)
-    assert shape.num_drafts == 7 or not wanted

@@ -25,11 +25,12 @@ from paceline.models.drafter_loader import load_drafter
 from paceline.models.loader import load_model
 from paceline.proving.drive import Round, RoundRecorder, runner_of
 from paceline.proving.gates import same_rounds
-from paceline.runtime import graphs
-from paceline.runtime.graphs import RoundSet, tiers
+from paceline.runtime import cuda_graph, graphs
+from paceline.runtime.graphs import RoundSet
 from paceline.runtime.plan import Span
-from paceline.runtime.round import DecodeRound, RoundShape
+from paceline.runtime.round import DecodeRound
 from paceline.runtime.runner import Runner
+from paceline.runtime.shapes import RoundShape
 from paceline.sampling.params import SamplingParams
 from paceline.speculation import costs
 from paceline.speculation.capture_cache import CaptureCache
@@ -93,7 +94,7 @@ def round_core(
         hedging=hedging,
     )
     assert runner.rounds is not None
-    runner.rounds.captured = True
+    runner.rounds.shapes.captured = True
     runner.passes = runner.make_passes(reference.info.max_model_len, 512)
     limits = (
         DraftLimits()
@@ -308,10 +309,6 @@ def test_rounds_at_the_end_of_the_context(capture: bool, hedge: int) -> None:
     assert hedging is None or hedging.num_rounds > 0
 
 
-def test_tiers_end_at_the_number_of_slots() -> None:
-    assert tiers(1) == [1] and tiers(6) == [1, 2, 4, 6] and tiers(256)[-2:] == [192, 256]
-
-
 def test_rows_that_fail_beside_a_round_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The round has moved its sequences on: only the rows beside it run again, one sequence at a time."""
     core = round_core("dspark_tiny_b7", 0)
@@ -358,24 +355,30 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
         seen.append(decode_round.shape)
         return decode_round
 
-    monkeypatch.setattr(graphs, "Captured", capture)
+    monkeypatch.setattr(cuda_graph, "Captured", capture)
     monkeypatch.setattr(graphs, "CaptureStream", object)
     core = round_core("dspark_tiny_b7", 0, hedge=hedge)
     runner = runner_of(core)
     assert runner.rounds is not None
-    keywords, hedging = runner.rounds._make.keywords, runner.rounds._hedging
-    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 5 * keywords["max_model_len"])
-    rounds = runner.rounds = RoundSet(**keywords, max_num_seqs=6, capture=True, hedging=hedging)
-    everything = rounds._shapes()
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 5 * core.info.max_model_len)
+    rounds = runner.rounds = RoundSet(
+        runner.model,
+        runner.cache,
+        runner.state,
+        runner.drafting,
+        max_num_seqs=6,
+        max_model_len=core.info.max_model_len,
+        capture=True,
+        hedging=runner.rounds.shapes.hedging,
+    )
+    everything = rounds.shapes.to_capture()
     rounds.capture_largest()
     assert all(shape.num_seqs == 6 and shape.num_drafts == 7 for shape in seen) and seen
     assert {shape.places for shape in seen} == {0, hedge}
     rounds.capture_first()
     first = [shape.num_seqs for shape in seen if shape.num_seqs < 6]
     assert first == sorted(first) and set(first) == {1, 2}
-    assert {shape.num_seqs for shape in rounds.missing if not shape.packed} == {4, 6}
-    assert rounds.missing[-1].packed and rounds.missing[-1].num_seqs == 1, "next are the smallest for prompts"
-    assert [shape.num_seqs for shape in rounds.missing if not shape.packed][-1] == 4
+    assert {shape.num_seqs for shape in rounds.graphs.missing if not shape.packed} == {4, 6}
     before = len(seen)
     prompts = [[5 + i, 6, 7] for i in range(6)]
     complete(core, prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
@@ -383,15 +386,6 @@ def test_rounds_are_captured_largest_then_smallest_first_and_when_needed(
     assert needed and all(shape.num_seqs == 6 and shape.kind == "greedy" for shape in needed)
     while runner.prepare():
         pass
-    together = [shape for shape in seen if shape.together]
-    assert {shape.num_seqs for shape in together} == {6}, "four cannot save enough"
-    assert all(shape.kind == "filtered" and not shape.places for shape in together)
-    assert together[0].num_drafts == 7, "the one with most rows before any is needed"
-    assert {(shape.num_drafts, shape.propose) for shape in together} == {(7, True), (0, False)}
-    roomy = [shape for shape in seen if shape.packed]
-    assert {(shape.num_seqs, shape.num_rows) for shape in roomy} == {
-        (size, size * width + graphs.PROMPT_ROWS) for size in (1, 2, 4, 6) for width in (1, 8)
-    }
     assert sorted(map(repr, seen)) == sorted(map(repr, everything)), "each shape once"
 
 
@@ -465,22 +459,3 @@ def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
     assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
     assert shallow.survival.slope > 0, "the drafter was taught what it says"
     assert runner.num_draft_failures == 0
-
-
-def test_a_round_has_the_rows_that_are_needed() -> None:
-    """Where nobody plans: fewer than all places have, when some are empty or have fewer drafts."""
-    rounds = runner_of(round_core("dspark_tiny_b7", 0, slots=24)).rounds
-    assert rounds is not None and rounds.draft_counts[24] == [3, 5, 7]
-
-    def rows(drafts: list[int], depth: int | None = None, chains: int = 0) -> int:
-        spans = [Span(i, n + 1, n, propose=True, chains=chains) for i, n in enumerate(drafts)]
-        shape = rounds._shape(spans, "greedy", depth)
-        assert shape.num_drafts == 7
-        return shape.num_rows
-
-    assert rows([7] * 24) == 24 * 8
-    assert rows([7] * 18) == rows([7] * 17 + [0]) == 24 * 6 == 18 * 8
-    assert rows([7] * 18 + [0]) == 24 * 8
-    assert rows([7] * 4 + [1] * 20) == 24 * 4
-    assert rows([7] * 18, depth=7) == 24 * 8, "who plans has chosen"
-    assert rows([7] * 18, chains=3) == 24 * 8, "chains go with all drafts"

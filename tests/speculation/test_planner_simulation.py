@@ -116,7 +116,7 @@ def test_closed_batches_of_an_h200_lose_less_than_a_hundredth(num_seqs: int, acc
 
 
 def test_tiers_of_this_world_are_those_that_are_captured() -> None:
-    from paceline.runtime.graphs import draft_counts, tiers
+    from paceline.runtime.shapes import draft_counts, tiers
 
     assert {size: tuple(draft_counts(size, 7)) for size in tiers(256)} == TIERS
 

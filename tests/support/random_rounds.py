@@ -76,7 +76,7 @@ def make_runner(
         hedging=hedging,
     )
     if runner.rounds is not None and rounds == "eager":
-        runner.rounds.captured = True
+        runner.rounds.shapes.captured = True
         runner.passes = runner.make_passes(shape.length, 512)
     return runner
 

@@ -104,9 +104,10 @@ class Driver:
         """
         rounds = runner_of(self.core).rounds
         if rounds is not None:
-            rounds.missing = [shape for shape in rounds.missing if shape.kind == "greedy" or shape.together]
+            missing = rounds.graphs.missing
+            rounds.graphs.missing = [shape for shape in missing if shape.kind == "greedy" or shape.together]
         for part in (rounds, runner_of(self.core).deferred):
-            while part is not None and part.prepare():
+            while part is not None and part.graphs.prepare():
                 pass
 
     @property

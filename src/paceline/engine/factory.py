@@ -89,8 +89,8 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
     if speculation is None or speculation.verify_planner == "off":
         return None
     on_gpu, started = built.device.type == "cuda", time.perf_counter()
-    rounds = built.runner.rounds
-    tiers = rounds.draft_counts if rounds is not None and rounds.captured else None
+    shapes = None if built.runner.rounds is None else built.runner.rounds.shapes
+    tiers = shapes.draft_counts if shapes is not None and shapes.captured else None
     limits = TimingLimits(
         max_num_seqs=built.max_num_seqs,
         max_model_len=built.max_model_len,
@@ -111,7 +111,7 @@ def _planner(config: EngineConfig, built: Built) -> Planner | None:
         logger.info("Verify planner: off, sequences here are too short to time rounds with")
         return None
     logger.info("Verify planner: %d rounds timed in %.2f s", len(measured), time.perf_counter() - started)
-    shares_keys = tiers is not None and rounds is not None and rounds.together
+    shares_keys = tiers is not None and shapes is not None and shapes.together
     costs = RoundCosts(measured, built.num_drafts, tiers, built.hedging, shares_keys=shares_keys)
     odds = None if built.hedging is None or speculation.hedge_auto else ChainOdds(built.hedging.positions)
     return Planner(costs, Survival(built.max_num_seqs, built.num_drafts), odds)

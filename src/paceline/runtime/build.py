@@ -233,7 +233,7 @@ def _measured_budget(parts: _Parts, memory: MemoryPlan) -> tuple[tuple[int, str]
     worst = settle(runner, parts.limits)
     steps = free - torch.cuda.mem_get_info(parts.device)[0]
     for part in (runner.rounds, runner.passes, runner.deferred):
-        steps += 0 if part is None else len(part.missing) * GRAPH_BYTES
+        steps += 0 if part is None else len(part.graphs.missing) * GRAPH_BYTES
     del runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -245,16 +245,16 @@ def _capture_first(runner: Runner) -> None:
     """Capture the decode rounds and short passes that are to be there from the start."""
     if runner.rounds is None or runner.passes is None:
         return
-    started, missing = time.perf_counter(), len(runner.rounds.missing)
+    started, missing = time.perf_counter(), len(runner.rounds.graphs.missing)
     before = torch.cuda.mem_get_info(runner.device)[0]
     runner.rounds.capture_first()
     runner.passes.capture_first()
     logger.info(
         "Captured %d decode rounds in %.2f s, %.2f GiB; %d follow while the engine is idle or when needed",
-        missing - len(runner.rounds.missing),
+        missing - len(runner.rounds.graphs.missing),
         time.perf_counter() - started,
         (before - torch.cuda.mem_get_info(runner.device)[0]) / 2**30,
-        len(runner.rounds.missing),
+        len(runner.rounds.graphs.missing),
     )
 
 

@@ -11,12 +11,13 @@ The rows that are owed are always the last of their slot: its length on the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
 
-from paceline.runtime.cuda_graph import Captured, CaptureStream
+from paceline.runtime.cuda_graph import CapturedSet, CaptureStream
 from paceline.runtime.drafting import KEPT_ROWS, DraftStage
 from paceline.runtime.plan import StepPlan
 from paceline.runtime.staging import Staging
@@ -55,17 +56,18 @@ class DeferredContext:
         where: where passes are captured; None runs them as they are.
 
     Attributes:
-        missing: sizes that are still to be captured, the next one last.
+        graphs: the passes by their rows.
     """
 
     def __init__(self, drafting: DraftStage, state: SlotState, where: CaptureStream | None) -> None:
         drafting.make_places()
-        self._drafting, self._state, self._where = drafting, state, where
+        self._drafting, self._state = drafting, state
         self._owed: dict[int, int] = {}  # by slot, its last rows
         self._sizes = pass_sizes(state.spare)
-        self._passes: dict[int, tuple[KeptRows, Callable[[], None]]] = {}
         self._staging = Staging(2 * KEPT_ROWS * state.spare, state.device)
-        self.missing = [] if where is None else self._sizes[::-1]
+        self.graphs = CapturedSet[int, KeptRows, None](
+            partial(KeptRows, drafting=drafting, state=state), where, () if where is None else self._sizes
+        )
 
     def note(self, slots: Iterable[int]) -> None:
         """One more row of each of these is kept and not written."""
@@ -90,7 +92,7 @@ class DeferredContext:
     def _write(self, slots: np.ndarray, counts: np.ndarray) -> None:
         num_rows = int(counts.sum())
         ends = np.cumsum(counts)
-        kept, run = self._pass(num_rows)
+        kept, run = self.graphs.get(next(size for size in self._sizes if size >= num_rows))
         values = np.ones(kept.inputs.shape, dtype=np.int32)
         values[0] = self._state.spare
         values[:, :num_rows] = np.repeat(slots, counts), np.repeat(ends, counts) - np.arange(num_rows)
@@ -99,24 +101,7 @@ class DeferredContext:
 
     def capture_largest(self) -> None:
         """Capture the pass that needs most memory: all others then find room in what it leaves."""
-        self._pass(self._sizes[-1])
-
-    def prepare(self) -> bool:
-        """Capture the next pass; False when all are there."""
-        if not self.missing:
-            return False
-        self._pass(self.missing.pop())
-        return True
-
-    def _pass(self, num_rows: int) -> tuple[KeptRows, Callable[[], None]]:
-        """A pass for so many rows, captured when it is not there yet."""
-        size = next(size for size in self._sizes if size >= num_rows)
-        if size not in self._passes:
-            made = KeptRows(size, self._drafting, self._state)
-            self._passes[size] = made, made if self._where is None else Captured(made, self._where)
-            if size in self.missing:
-                self.missing.remove(size)
-        return self._passes[size]
+        self.graphs.get(self._sizes[-1])
 
 
 def pass_sizes(num_slots: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.models.attention import KVCache, PagedContext
 from paceline.models.qwen3 import ForwardOutput, Qwen3ForCausalLM
 from paceline.ops import RowLayout
-from paceline.runtime.cuda_graph import Captured, CaptureStream
+from paceline.runtime.cuda_graph import CapturedSet, CaptureStream
 from paceline.runtime.rows import StepRows
 from paceline.runtime.state import SlotState
 
@@ -116,16 +116,16 @@ class PassSet:
         where: where to capture; None runs the passes as they are, which is how they are tested on a CPU.
 
     Attributes:
-        missing: sizes (rows, sequences) that are still to be captured, the next one last.
+        graphs: the passes by their size (rows, sequences).
     """
 
     def __init__(
         self, make: Callable[[int, int], RowPass], max_rows: int, where: CaptureStream | None
     ) -> None:
-        self._make, self._where = make, where
         self._sizes = pass_sizes(max_rows)
-        self._passes: dict[tuple[int, int], tuple[RowPass, Callable[[], ForwardOutput]]] = {}
-        self.missing = sorted(self._sizes, key=lambda size: size[::-1], reverse=True)
+        self.graphs = CapturedSet[tuple[int, int], RowPass, ForwardOutput](
+            lambda size: make(*size), where, sorted(self._sizes, key=lambda size: size[::-1])
+        )
 
     def forward(self, rows: StepRows) -> ForwardOutput | None:
         """The layers' output for a step's rows, overwritten by the next call; None when they fit no pass, or
@@ -135,36 +135,19 @@ class PassSet:
         size = choose_pass(num_rows, num_seqs, self._sizes)
         if size is None:
             return None
-        row_pass, run = self._get(size)
+        row_pass, run = self.graphs.get(size)
         row_pass.fill(rows)
         hidden, tapped = run()
         return ForwardOutput(hidden[:num_rows], None if tapped is None else tapped[:num_rows])
 
     def capture_first(self) -> None:
         """Capture the passes of one sequence: what a server with little to do needs at once."""
-        while self.missing and self.missing[-1][1] == 1:
-            self.prepare()
-
-    def prepare(self) -> bool:
-        """Capture the next pass; False when all are there. One that fails is not tried again before a step
-        needs it.
-        """
-        if not self.missing:
-            return False
-        self._get(self.missing.pop())
-        return True
+        while self.graphs.missing and self.graphs.missing[-1][1] == 1:
+            self.graphs.prepare()
 
     def capture_largest(self) -> None:
         """Capture the pass that needs most memory: all others then find room in what it leaves."""
-        self._get(self._sizes[-1])
-
-    def _get(self, size: tuple[int, int]) -> tuple[RowPass, Callable[[], ForwardOutput]]:
-        if size not in self._passes:
-            made = self._make(*size)
-            self._passes[size] = made, made if self._where is None else Captured(made, self._where)
-            if size in self.missing:
-                self.missing.remove(size)
-        return self._passes[size]
+        self.graphs.get(self._sizes[-1])
 
 
 def pass_sizes(max_rows: int) -> list[tuple[int, int]]:

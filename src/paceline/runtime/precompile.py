@@ -112,7 +112,7 @@ def _once_each(layers: Sequence[DecoderLayer]) -> Iterator[None]:
 def _timed(runner: Runner, limits: StepLimits) -> Iterator[StepPlan]:
     """Rounds like those that the verify planner times: every number of drafts at sizes far apart."""
     assert runner.rounds is not None
-    captured, most = runner.rounds.draft_counts, limits.num_drafts
+    captured, most = runner.rounds.shapes.draft_counts, limits.num_drafts
     last = 0
     for size in captured:
         if last and size < APART * last and size < limits.max_num_seqs:

@@ -17,7 +17,6 @@ may have hedge chains beside their drafts (``hedging.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,51 +29,11 @@ from paceline.runtime.acceptance import Verified, count_accepted
 from paceline.runtime.drafting import DraftStage, Hedging
 from paceline.runtime.few_rows import FewRows, TargetPass
 from paceline.runtime.hedging import HedgedVerify, HedgeShape
+from paceline.runtime.shapes import RoundShape
 from paceline.runtime.sharing import NUM_VALUES, Groups
 from paceline.runtime.state import SlotState
 from paceline.sampling.fixed import sample_fixed
 from paceline.sampling.sampler import SampleRows
-from paceline.sampling.state import FixedKind
-
-
-@dataclass(frozen=True)
-class RoundShape:
-    """What is fixed in a round.
-
-    Attributes:
-        num_seqs: N.
-        num_drafts: K, most drafts verified of a sequence.
-        num_rows: R, at least one for each sequence.
-        propose: whether the next block is drafted.
-        kind: sampling the round can do.
-        places: sequences that may be hedged.
-        hedges: drafts that their chains replace.
-        packed: whether rows lie side by side, as many of a sequence as it has; never with hedges. Otherwise
-            each has K + 1.
-        together: whether attention is told of keys that sequences have in common; never with hedges.
-    """
-
-    num_seqs: int
-    num_drafts: int
-    num_rows: int
-    propose: bool
-    kind: FixedKind
-    places: int = 0
-    hedges: tuple[int, ...] = ()
-    packed: bool = False
-    together: bool = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether the drafter's context of its rows may be written later: it verifies and drafts nothing, and
-        has no rows of prompts.
-        """
-        return not (self.num_drafts or self.propose or self.packed)
-
-    @staticmethod
-    def even(num_seqs: int, num_drafts: int, propose: bool, kind: FixedKind) -> RoundShape:
-        """With rows for all drafts of everyone."""
-        return RoundShape(num_seqs, num_drafts, num_seqs * (num_drafts + 1), propose, kind)
 
 
 class DecodeRound:

@@ -140,7 +140,7 @@ class Runner:
                 hedging=hedging,
             )
         self.passes: PassSet | None = None
-        if self.rounds is not None and self.rounds.captured:
+        if self.rounds is not None and self.rounds.shapes.captured:
             self.passes = self.make_passes(max_model_len, max_num_batched_tokens)
 
     @property
@@ -174,7 +174,7 @@ class Runner:
             kinds = [self.rounds.kind(span) for span in plan.spans]
             kinds = self.rounds.with_prompts(plan.spans, kinds, plan.depth)
             rows = [span.rows - _excess(span, plan.depth) for span in plan.spans]
-            parts = divide(rows, kinds) if self.rounds.captured else divide_exactly(kinds)
+            parts = divide(rows, kinds) if self.rounds.shapes.captured else divide_exactly(kinds)
         pending: list[PendingStep] = []
         for part in parts:
             pending.append(self._run_part(plan, part, is_first=not pending))
@@ -196,7 +196,7 @@ class Runner:
             max_model_len=max_model_len,
             output=ForwardOutput(hidden, tapped),
         )
-        where = None if self.rounds is None else self.rounds.where
+        where = None if self.rounds is None else self.rounds.graphs.where
         return PassSet(make, max_num_batched_tokens, where)
 
     def _run_part(self, plan: StepPlan, part: Part, *, is_first: bool) -> PendingStep:
@@ -240,7 +240,7 @@ class Runner:
         """Capture one more decode round, or short pass. See :class:`paceline.runtime.plan.StepRunner`."""
         parts = (self.rounds, self.passes, self.deferred)
         try:
-            return any(part is not None and part.prepare() for part in parts)
+            return any(part is not None and part.graphs.prepare() for part in parts)
         except EngineDeadError:
             raise
         except Exception:
