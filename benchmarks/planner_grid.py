@@ -45,7 +45,7 @@ KV_BYTES = 24 * 2**30
 """Two engines share a GPU."""
 MIN_SEQUENCES = 2
 """A run of fewer sequences at once has several batches one after the other."""
-REPEATS = 9
+REPEATS = 7
 """Runs of a mode; who goes first changes from one to the next."""
 FAR_BEHIND = 0.85
 """A mode with less than this share of another's first run cannot be the best."""

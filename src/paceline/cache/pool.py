@@ -112,8 +112,8 @@ class BlockPool:
         self._index.clear()
         self.version += 1
         self._lineages = [None] * self.num_blocks
-        if self.enable_caching:
-            self._emit(CacheCleared())
+        if self.enable_caching and self._on_event is not None:
+            self._on_event(CacheCleared())
         return True
 
     # ---- for SequenceBlocks ----
@@ -176,7 +176,8 @@ class BlockPool:
                 del self._index[lineage.hash]
                 self.version += 1
                 self._lineages[block] = None
-                self._emit(BlockRemoved(lineage.hash, block))
+                if self._on_event is not None:
+                    self._on_event(BlockRemoved(lineage.hash, block))
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -265,10 +266,6 @@ class BlockPool:
             self._on_event(
                 BlockStored(lineage.hash, lineage.parent, self.hasher.unpack(lineage.packed), block)
             )
-
-    def _emit(self, event: BlockEvent) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
 
     # ---- the invariant checker ----
 

@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -70,7 +71,9 @@ class SlotState:
     def apply(self, inits: Sequence[SlotInit], table: Sequence[TableUpdate]) -> None:
         """Write new tenants and new block ids. Idempotent, and ordered before the step that follows."""
         if inits:
-            self._write_rows(self.tokens, [(i.slot, 0, np.asarray(i.tokens, dtype=np.int32)) for i in inits])
+            tokens = [np.asarray(i.tokens, dtype=np.int32) for i in inits]
+            where = [(i.slot, 0, piece.size) for i, piece in zip(inits, tokens, strict=True)]
+            self._write_rows(self.tokens, where, np.concatenate(tokens))
             slots = np.array([i.slot for i in inits], dtype=np.int32)
             computed = np.array([i.computed for i in inits], dtype=np.int32)
             index, value = self._staging.send([slots, computed])
@@ -81,22 +84,23 @@ class SlotState:
     def write_tables(self, tables: Tensor, updates: Sequence[TableUpdate]) -> None:
         """Write block ids into slot-indexed tables [S, M]."""
         if updates:
-            self._write_rows(tables, [(u.slot, u.first, np.asarray(u.ids, dtype=np.int32)) for u in updates])
+            ids = np.array([*chain.from_iterable(u.ids for u in updates)], dtype=np.int32)
+            self._write_rows(tables, [(u.slot, u.first, len(u.ids)) for u in updates], ids)
 
-    def _write_rows(self, target: Tensor, pieces: list[tuple[int, int, np.ndarray]]) -> None:
-        """Write each (row, first column, values) into ``target`` with one upload and one scatter."""
+    def _write_rows(self, target: Tensor, pieces: Sequence[tuple[int, int, int]], values: np.ndarray) -> None:
+        """Write ``values``, piece by piece, into ``target`` with one upload and one scatter. A piece is a
+        row, its first column there, and how many values it takes.
+        """
         width = target.shape[1]
+        row, first, size = np.array(pieces, dtype=np.int64).T
         # a piece that ran on into the next row would change what another sequence reads
-        assert all(first + piece.size <= width for _, first, piece in pieces)
-        values = np.concatenate([piece for _, _, piece in pieces])
-        index = np.concatenate(
-            [np.arange(piece.size, dtype=np.int64) + (row * width + first) for row, first, piece in pieces]
-        )
+        assert (first + size <= width).all()
+        ends = np.cumsum(size)
         if target.numel() <= 2**31:
+            index = np.arange(ends[-1]) + np.repeat(row * width + first - (ends - size), size)
             sent = self._staging.send([index.astype(np.int32), values])
             target.view(-1).index_copy_(0, sent[0].long(), sent[1])
         else:  # a table beyond 2**31 cells: one contiguous copy per piece
-            for (row, first, piece), part in zip(
-                pieces, self._staging.send([p for _, _, p in pieces]), strict=True
-            ):
-                target[row, first : first + piece.size] = part
+            parts = self._staging.send(np.split(values, ends[:-1]))
+            for (slot, start, count), part in zip(pieces, parts, strict=True):
+                target[slot, start : start + count] = part

@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,7 @@ LEAST_DRAFTS = 3
 """Fewest drafts that a choice offers beside none and all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """A decode step, as far as its cost is concerned.
 
     Attributes:
@@ -77,6 +77,16 @@ class Measured:
     round: Round
     context: int
     seconds: float
+
+
+class _Facts(NamedTuple):
+    """What start-up figures say of a round."""
+
+    kind: Round
+    seconds: float
+    """At the context that was measured."""
+    per_token: float
+    """Seconds more for each token of context beyond it, of one sequence."""
 
 
 def fewer_drafts(num_drafts: int) -> list[int]:
@@ -129,13 +139,12 @@ class RoundCosts:
         self._plain = np.array([base[Round(size, 0, False)] for size in self._sizes])
         self._drafting = np.array([self._by_count(base, size) for size in self._sizes])  # [sizes, g + 1]
         self._slopes = self._context_slopes(items, base)
-        self._base: dict[Round, float] = {}
+        self._facts: dict[Round, _Facts] = {}
         self._seen: dict[Round, int] = {}  # where a kind's offset is
         self._corrections = np.zeros(1)  # the level, then offsets
         self._doubt = np.full((1, 1), START_LEVEL**2)  # their covariances
         self._kept, self._drift = np.ones(1), np.full(1, LEVEL_DRIFT**2)  # from one step to the next
         self._captured: set[Round] = set()
-        self._kinds: dict[Round, Round] = {}
         self._choices: dict[int, dict[int, Round]] = {}
 
     def _by_count(self, base: Mapping[Round, float], size: int) -> NDArray[np.float64]:
@@ -180,10 +189,10 @@ class RoundCosts:
             round_: at least one sequence.
             context: mean tokens of context per sequence.
         """
-        shape = self._shape(round_)
-        place, level = self._seen.get(self._group(shape)), float(self._corrections[0])
+        facts = self._facts_of(round_)
+        place, level = self._seen.get(facts.kind), float(self._corrections[0])
         correction = level if place is None else level + float(self._corrections[place])
-        return self._uncorrected(shape, context) * math.exp(correction)
+        return self._uncorrected(facts, context) * math.exp(correction)
 
     def seen(self, round_: Round) -> bool:
         """Whether a round of this kind has run since start."""
@@ -203,15 +212,15 @@ class RoundCosts:
         """Learn from a round that took ``seconds``. Where rounds are captured, the first of a kind may just
         have been, and tells nothing.
         """
-        shape = self._shape(round_)
-        kind = self._group(shape)
+        facts = self._facts_of(round_)
+        kind = facts.kind
         place = self._seen.get(kind)
         if place is None:
             if self._tiers is not None and kind not in self._captured:
                 self._captured.add(kind)
                 return
             place = self._admit(kind)
-        surprise = math.log(max(seconds, 1e-9) / self._uncorrected(shape, context))
+        surprise = math.log(max(seconds, 1e-9) / self._uncorrected(facts, context))
         surprise -= float(self._corrections[0] + self._corrections[place])
         common = self._doubt[0] + self._doubt[place]  # with the sum of the two
         variance = float(common[0] + common[place]) + STEP_NOISE**2
@@ -241,7 +250,7 @@ class RoundCosts:
         """What really runs."""
         chains = round_.chains if round_.num_drafts == self.num_drafts else 0
         if self._tiers is None:
-            return round_ if round_.chains == chains else replace(round_, chains=chains)
+            return round_._replace(chains=chains)
         size, drafts = self._tier(round_.num_seqs), round_.num_drafts
         if drafts == 0:
             return Round(size, 0, round_.propose)
@@ -252,7 +261,7 @@ class RoundCosts:
         """What rounds of the same kind have in common: their size is the same tier, or nearest to the same
         measured size.
         """
-        return self._group(self._shape(round_))
+        return self._facts_of(round_).kind
 
     def kinds(self, num_seqs: int) -> Mapping[int, Round]:
         """The kind of every depth worth a choice: plain decoding, then from all drafts down."""
@@ -262,24 +271,26 @@ class RoundCosts:
             found = self._choices[num_seqs] = {k: self.kind(Round(num_seqs, k, k > 0)) for k in depths}
         return found
 
-    def _group(self, shape: Round) -> Round:
-        kind = self._kinds.get(shape)
-        if kind is None:
-            # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
-            kind = replace(shape, propose=True) if shape.num_drafts else shape
-            if self._tiers is None:
-                near = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))
-                kind = replace(kind, num_seqs=near)
-            self._kinds[shape] = kind
-        return kind
+    def _facts_of(self, round_: Round) -> _Facts:
+        facts = self._facts.get(round_)
+        if facts is None:
+            shape = self._shape(round_)
+            plain, full = self._slopes
+            slope = plain + (full - plain) * shape.num_drafts / self.num_drafts
+            facts = _Facts(self._group(shape), self._interpolate(shape), slope * shape.num_seqs)
+            self._facts[round_] = facts
+        return facts
 
-    def _uncorrected(self, shape: Round, context: float) -> float:
-        base = self._base.get(shape)
-        if base is None:
-            base = self._base[shape] = self._interpolate(shape)
-        plain, full = self._slopes
-        slope = plain + (full - plain) * shape.num_drafts / self.num_drafts
-        return base + slope * shape.num_seqs * max(0.0, context - self._context)
+    def _group(self, shape: Round) -> Round:
+        # What verifying costs is the same whether or not drafting follows, and is seldom seen without.
+        kind = shape._replace(propose=True) if shape.num_drafts else shape
+        if self._tiers is not None:
+            return kind
+        near = min(self._sizes, key=lambda size: abs(math.log(size / shape.num_seqs)))
+        return kind._replace(num_seqs=near)
+
+    def _uncorrected(self, facts: _Facts, context: float) -> float:
+        return facts.seconds + facts.per_token * max(0.0, context - self._context)
 
     def _interpolate(self, shape: Round) -> float:
         if not shape.propose and shape.num_drafts == 0:

@@ -57,13 +57,14 @@ def long_run_rates(
     else:
         left = np.concatenate((np.asarray(batch.left, dtype=np.float64)[by_slot], np.sort(batch.coming)))
         left = np.maximum(left, 1.0)
-        table = _by_size(costs, num_seqs, depths, batch.context)
-        first, rest = finish_seconds(paces, left, table, survival.spread)
-        times = first + rest
+        drafts_only = np.zeros(len(depths))
         if batch.slots and not any(batch.available):  # the first round would only draft
-            start = costs.seconds(Round(num_seqs, 0, True), batch.context)
-            later = finish_seconds(paces, np.maximum(left - 1.0, 1.0), table, survival.spread)
-            times[1:] = start + (later[0] + later[1])[1:]
+            drafts_only[1:] = 1.0
+        then = np.maximum(left - drafts_only[:, None], 1.0)  # [C, N]
+        table = _by_size(costs, num_seqs, depths, batch.context)
+        first, rest = finish_seconds(paces, then, table, survival.spread)
+        first += drafts_only * costs.seconds(Round(num_seqs, 0, True), batch.context)
+        times = first + rest
         # Only what comes before the first end differs. Beside all that follows it would look like nothing.
         best = int(times.argmin())
         rates = left.sum() / (times[best] + (times - times[best]) * times[best] / first[best])
@@ -92,7 +93,7 @@ def finish_seconds(
 
     Args:
         paces: [C, N] tokens per round of each sequence at each depth; the first depth is plain decoding.
-        left: [N] tokens each still commits, at least 1.
+        left: [N], or [C, N] if that differs, tokens each still commits, at least 1.
         seconds: [C, N] of a round of 1 ... N sequences at each depth.
         spread: standard deviation of the rounds that sequences take, as a share of their mean, with drafts.
 

@@ -62,9 +62,10 @@ tried at once: until it does, nothing shows that it was measured too slow."""
 DOUBTS = 2.0
 """Standard deviations of what its time is in doubt by that a smaller depth must be within of the present one
 to be tried again: what its rounds commit is known from what stands now."""
-SETTLE_EVERY = 16
+SETTLE_EVERY = 17
 """Most rounds after which a choice is looked at again while the batch stays what it is. A new one is looked
-at after one, two, four: what it was made from is known least then."""
+at after one, two, four: what it was made from is known least then. No multiple of a block's tokens: sequences
+that started together need new blocks in the same step, and the host has enough to do in it."""
 HYSTERESIS = 0.005
 """Another depth must be so much faster than the present one to be chosen."""
 UNIT = 1 << 30
