@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import paceline
 from paceline.cli import main
@@ -113,6 +114,16 @@ def test_commands_shown_exist_with_their_flags(name: str) -> None:
             continue
         missing = {word for word in words if word.startswith("--")} - flags(command) - {"--help"}
         assert not missing, f"{name}: no flag {missing} of 'paceline {' '.join(words)}'"
+
+
+@pytest.mark.parametrize("words", sorted(commands()))
+def test_help_names_every_flag_whole_in_a_narrow_terminal(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(main.app, [*words.split(), "--help"]).output
+    named = set(re.findall(r"--[\w-]+", text))
+    assert {flag for flag in flags(commands()[words]) if flag.startswith("--")} <= named
 
 
 def test_every_flag_of_serve_is_documented_and_exists() -> None:

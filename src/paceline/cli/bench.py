@@ -9,7 +9,7 @@ import typer
 from paceline.cli.options import engine_options
 from paceline.config import EngineConfig
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 Geometry = Annotated[
     str | None,

@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Serve and run Qwen3-family language models. Without --model the bundled model is used.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # its tables cut flags short in a terminal of 80 columns
     pretty_exceptions_enable=False,
 )
 stderr = Console(stderr=True, highlight=False)
