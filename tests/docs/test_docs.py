@@ -117,9 +117,7 @@ def test_commands_shown_exist_with_their_flags(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", sorted(commands()))
-def test_help_names_every_flag_whole_in_a_narrow_terminal(
-    words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_names_flags_whole_in_a_narrow_terminal(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = CliRunner().invoke(main.app, [*words.split(), "--help"]).output
     named = set(re.findall(r"--[\w-]+", text))
