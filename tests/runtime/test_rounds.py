@@ -41,7 +41,7 @@ from paceline.speculation.draft_state import CaptureDraftState
 from paceline.speculation.hedging import HedgeLimits, Hedger
 from paceline.speculation.planner import Planner
 from paceline.speculation.survival import Survival
-from support.engines import GOLDEN, complete, golden_prompts, tokens_of
+from support.engines import GOLDEN, complete, golden_core, golden_prompts, tokens_of
 
 NUM_BLOCKS = 96
 
@@ -459,3 +459,22 @@ def test_packed_rounds_change_no_token(capture: bool, lookahead: int) -> None:
     assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
     assert shallow.survival.slope > 0, "the drafter was taught what it says"
     assert runner.num_draft_failures == 0
+
+
+def test_packed_rounds_that_are_not_captured_are_not_kept() -> None:
+    """There are as many as numbers of rows."""
+    core = golden_core("qwen3_tiny", drafter="dspark_tiny_b7", max_num_seqs=8)
+    rounds = runner_of(core).rounds
+    assert rounds is not None and not rounds.shapes.captured
+    core.scheduler.planner = Shallow(Survival(8, 7))
+    get, wanted = rounds.graphs.get, []
+
+    def seen(shape: RoundShape, *, keep: bool = True) -> Any:
+        wanted.append(shape)
+        return get(shape, keep=keep)
+
+    rounds.graphs.get = seen  # type: ignore[method-assign, assignment]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    complete(core, golden_prompts(6, seed=4), [params] * 6)
+    packed = {shape for shape in wanted if shape.packed}
+    assert packed and rounds.graphs._made.keys() == {*wanted} - packed

@@ -17,6 +17,9 @@ from paceline.runtime.staging import Staging
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.state import SamplingState, SlotSampling
 
+MAX_INDEX = 2**31
+"""Cells of a table up to which int32 says where one is."""
+
 
 class SlotState:
     """Token ids, lengths, block tables and sampling parameters of all slots.
@@ -96,11 +99,11 @@ class SlotState:
         # a piece that ran on into the next row would change what another sequence reads
         assert (first + size <= width).all()
         ends = np.cumsum(size)
-        if target.numel() <= 2**31:
+        if target.numel() <= MAX_INDEX:
             index = np.arange(ends[-1]) + np.repeat(row * width + first - (ends - size), size)
             sent = self._staging.send([index.astype(np.int32), values])
             target.view(-1).index_copy_(0, sent[0].long(), sent[1])
-        else:  # a table beyond 2**31 cells: one contiguous copy per piece
+        else:  # one contiguous copy per piece
             parts = self._staging.send(np.split(values, ends[:-1]))
             for (slot, start, count), part in zip(pieces, parts, strict=True):
                 target[slot, start : start + count] = part

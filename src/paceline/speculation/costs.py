@@ -144,6 +144,7 @@ class RoundCosts:
         self._corrections = np.zeros(1)  # the level, then offsets
         self._doubt = np.full((1, 1), START_LEVEL**2)  # their covariances
         self._kept, self._drift = np.ones(1), np.full(1, LEVEL_DRIFT**2)  # from one step to the next
+        self._steps, self._ran = 0, [0]  # seen, and the last of them for each correction
         self._captured: set[Round] = set()
         self._choices: dict[int, dict[int, Round]] = {}
 
@@ -200,13 +201,19 @@ class RoundCosts:
 
     def doubt(self, kind: Round, other: Round) -> float:
         """How far what rounds of one kind take may be from what they seem to, beside those of another: a
-        standard deviation of the logarithm.
+        standard deviation of the logarithm. It grows for as long as they do not run.
         """
         one, two = self._seen.get(kind), self._seen.get(other)
-        variance = sum(START_OFFSET**2 if p is None else float(self._doubt[p, p]) for p in (one, two))
+        variance = self._variance(one) + self._variance(two)
         if one is not None and two is not None:
             variance -= 2.0 * float(self._doubt[one, two])
         return math.sqrt(max(variance, 0.0))
+
+    def _variance(self, place: int | None) -> float:
+        """Of an offset. Here its doubt has no limit: no kind is given up for good."""
+        if place is None:
+            return START_OFFSET**2
+        return max(float(self._doubt[place, place]), OFFSET_DRIFT**2 * (self._steps - self._ran[place]))
 
     def observe(self, round_: Round, context: float, seconds: float) -> None:
         """Learn from a round that took ``seconds``. Where rounds are captured, the first of a kind may just
@@ -220,6 +227,8 @@ class RoundCosts:
                 self._captured.add(kind)
                 return
             place = self._admit(kind)
+        self._steps += 1
+        self._ran[place] = self._steps
         surprise = math.log(max(seconds, 1e-9) / self._uncorrected(facts, context))
         surprise -= float(self._corrections[0] + self._corrections[place])
         common = self._doubt[0] + self._doubt[place]  # with the sum of the two
@@ -236,6 +245,7 @@ class RoundCosts:
         """Make room for the offset of a kind that has not been seen."""
         place = self._seen[kind] = len(self._corrections)
         self._corrections = np.append(self._corrections, 0.0)
+        self._ran.append(self._steps)
         self._doubt = np.pad(self._doubt, (0, 1))
         self._doubt[place, place] = START_OFFSET**2
         self._kept = np.append(self._kept, KEPT)
