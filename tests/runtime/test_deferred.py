@@ -15,7 +15,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.factory import make_core
 from paceline.engine.messages import EngineRequest
 from paceline.proving.drive import runner_of
-from paceline.runtime.deferred import DeferredContext, pass_sizes
+from paceline.runtime.deferred import DeferredContext, KeptRows, pass_sizes
 from paceline.runtime.drafting import KEPT_ROWS, DraftStage
 from paceline.runtime.plan import StepPlan
 from paceline.sampling.params import SamplingParams
@@ -196,3 +196,25 @@ def test_sizes_of_passes_hold_all_that_can_be_owed() -> None:
     for slots in (1, 2, 3, 7, 8, 100, 256):
         sizes = pass_sizes(slots)
         assert sizes == sorted(set(sizes)) and sizes[0] == KEPT_ROWS and sizes[-1] == KEPT_ROWS * slots
+
+
+@torch.inference_mode()
+def test_the_largest_pass_holds_all_that_is_owed_and_the_smallest_is_captured_first() -> None:
+    runner = runner_of(core_for(0, True, 0, "cpu"))
+    drafting, state = runner.drafting, runner.state
+    assert drafting is not None
+    sizes = pass_sizes(state.spare)
+    where: Any = object()
+    assert DeferredContext(drafting, state, where).graphs.missing == sizes[::-1]
+    deferred, made = DeferredContext(drafting, state, None), []
+
+    def make(size: int) -> KeptRows:
+        made.append(size)
+        return KeptRows(size, drafting, state)
+
+    deferred.graphs._make = make
+    deferred.capture_largest()
+    for _ in range(KEPT_ROWS):
+        deferred.note(range(state.spare))
+    deferred.write()
+    assert made == [sizes[-1]], "the same pass"

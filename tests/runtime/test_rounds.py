@@ -478,3 +478,10 @@ def test_packed_rounds_that_are_not_captured_are_not_kept() -> None:
     complete(core, golden_prompts(6, seed=4), [params] * 6)
     packed = {shape for shape in wanted if shape.packed}
     assert packed and rounds.graphs._made.keys() == {*wanted} - packed
+
+
+def test_rounds_know_whether_the_drafter_is_to_say_how_sure_it_is() -> None:
+    rounds = runner_of(round_core("dspark_tiny_b7", 0, slots=24)).rounds
+    assert rounds is not None
+    made = [rounds.graphs.get(RoundShape.even(size, 7, True, "greedy"))[0] for size in (8, 16)]
+    assert [each._predict for each in made] == [False, True]

@@ -146,6 +146,14 @@ def test_uncaptured_rounds_have_exactly_the_rows_that_are_needed() -> None:
     assert chosen(shapes, spans_with([7, 7, 2]), depth=3).num_rows == 3 + 9
 
 
+def test_from_which_size_on_a_drafter_is_asked_how_sure_it_is() -> None:
+    """Where rounds with rows for some drafts only begin."""
+    shapes = shapes_for(24)
+    counts = {size: len(counts) for size, counts in shapes.draft_counts.items()}
+    assert counts == {size: 1 if size < shapes.choosy_from else 3 for size in tiers(24)}
+    assert shapes_for(24, captured=False).choosy_from == 2
+
+
 @pytest.mark.parametrize(
     ("drafts", "prompts", "depth", "rows"),
     [

@@ -104,6 +104,16 @@ def test_plain_decoding_is_not_tried_for_ever_where_it_is_far_behind() -> None:
     assert world.run(8, 1.2, 1000) > TOLERANCE * world.best(8, 1.2)
 
 
+@pytest.mark.parametrize(("accept_length", "again"), [(1.9, True), (2.6, False)])
+def test_plain_decoding_is_tried_again_where_doubt_allows(accept_length: float, again: bool) -> None:
+    """It has 0.8 of the tokens per second in one case, and 0.58 in the other."""
+    world = World(h200_seconds)
+    world.run(8, accept_length, 1000)
+    before = world.planner.rounds[0, "exploring"]
+    world.run(8, accept_length, 3000)
+    assert (world.planner.rounds[0, "exploring"] > before) is again
+
+
 @pytest.mark.parametrize("accept_length", ACCEPT_LENGTHS)
 @pytest.mark.parametrize("num_seqs", (1, 16, 64, 256))
 def test_closed_batches_of_an_h200_lose_less_than_a_hundredth(num_seqs: int, accept_length: float) -> None:
